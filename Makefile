@@ -57,10 +57,11 @@ figures: install ## measure the layout of the code
 bench: install ## run every benchmark; each ends with one ratio
 	@set -e; for each in $(BENCHMARKS); do echo "== $$each"; $(PYTHON) $$each; done
 
-generate: install ## generate crds/, the reference page and the chart's files from the code
+generate: install ## generate crds/, the reference pages, alerts, dashboards and the chart's files from the code
 	@$(PYTHON) -m kvtier_operator.api.crd
 	@$(PYTHON) -m kvtier_operator.api.reference
 	@$(PYTHON) tools/chart_files.py
+	@$(PYTHON) -m tools.monitoring
 
 constraints: ## write constraints.txt: the newest releases that pyproject.toml and overrides.txt allow
 	@tools/uv pip compile --quiet --upgrade --all-extras --override overrides.txt --python-version 3.11 --no-emit-package kvtier --no-header --no-annotate --output-file constraints.txt pyproject.toml

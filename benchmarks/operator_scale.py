@@ -242,8 +242,9 @@ async def _converged(
     """Seconds from the start of the process until every policy is reconciled and reported."""
     while time.time() - process.create_time() < CONVERGENCE_SECONDS:
         text = await metrics()
-        progress(f"{_value(text, 'kvtier_operator_reconcile_seconds_count'):.0f} looks at policies")
-        if _value(text, "kvtier_operator_reconcile_seconds_count") >= policies:
+        count = _value(text, "kvtier_operator_reconcile_duration_seconds_count")
+        progress(f"{count:.0f} looks at policies")
+        if count >= policies:
             found = await client.list(POLICIES, namespace)
             generations = [(each.get("status") or {}).get("observedGeneration") for each in found]
             if generations == [each["metadata"]["generation"] for each in found]:
@@ -259,7 +260,7 @@ async def _at_rest(metrics: Metrics, quiet_seconds: float = 2.0, seconds: float 
     began = since = time.perf_counter()
     looked = -1.0
     while time.perf_counter() - since < quiet_seconds and time.perf_counter() - began < seconds:
-        count = _value(await metrics(), "kvtier_operator_reconcile_seconds_count")
+        count = _value(await metrics(), "kvtier_operator_reconcile_duration_seconds_count")
         if count != looked:
             looked, since = count, time.perf_counter()
         await asyncio.sleep(0.25)

@@ -46,6 +46,27 @@ class TierUnverifiableError(TierMissError):
     reason = "unverifiable"
 
 
+class TierForeignError(TierMissError):
+    """The object has another format version. Another release can read it, so it is not removed."""
+
+    reason = "other_version"
+
+
+class TierUntrustedError(TierMissError):
+    """The object is not proven to come from a holder of the tier's keys. It is not removed: another
+    process may have the key.
+
+    ``reason``: "unkeyed" (it carries no tag), "no_key" (it is encrypted and this tier has no keys),
+    "unknown_key" (the tier's Secret lacks the key that it names) or "wrong_tag".
+    """
+
+    REASONS = ("no_key", "unkeyed", "unknown_key", "wrong_tag")
+
+    def __init__(self, reason: str, message: str) -> None:
+        self.reason = reason
+        super().__init__(message)
+
+
 class TierCorruptError(TierError):
     """The data is provably not the requested object."""
 
@@ -56,6 +77,12 @@ class TierUnavailableError(TierError):
     """The storage fails: EIO, EACCES, a removed directory or a stale handle."""
 
     reason = "unavailable"
+
+
+class TierKeyMissingError(TierUnavailableError):
+    """The tier requires keys, and its Secret is absent or has never been valid."""
+
+    reason = "key_missing"
 
 
 class TierNoSpaceError(TierError):

@@ -1,4 +1,4 @@
-"""Atomic file replacement."""
+"""Atomic file replacement, and the size of file systems."""
 
 from __future__ import annotations
 
@@ -23,3 +23,12 @@ def replace_file(path: Path, content: bytes, mode: int = 0o644) -> None:
     except OSError:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def volume_bytes(path: Path) -> tuple[int, int] | None:
+    """Size and free bytes of the file system of ``path``; None if it cannot be read."""
+    try:
+        volume = os.statvfs(path)
+    except OSError:
+        return None
+    return volume.f_blocks * volume.f_frsize, volume.f_bavail * volume.f_frsize

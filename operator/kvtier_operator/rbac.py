@@ -15,6 +15,7 @@ from typing import Any, Final
 from kvtier_operator.settings import CertificateMode, Settings
 
 CREATE_VOLUMES: Final = "storage.createVolumes"
+ROLLOUT: Final = "rollout.enabled"
 SELF_MANAGED: Final = "webhook.certificates.mode=SelfManaged"
 """With mounted certificates the kubelet reads the Secret, and its owner writes the caBundle;
 the operator needs no rights."""
@@ -91,18 +92,32 @@ CONTROLLER: tuple[Permission, ...] = (
         (*READ, "create", "patch"),
         "reads FailedCreate Events of rejected pods; writes Events",
     ),
-    Permission("apps", ("replicasets",), READ, "finds the Deployment of a pod"),
     Permission(
         "apps",
-        ("deployments", "statefulsets"),
+        ("replicasets", "statefulsets"),
+        READ,
+        "finds the pod template of a rejected pod, and the Deployment of a pod",
+    ),
+    Permission(
+        "apps",
+        ("deployments",),
         (*READ, "patch"),
         "reads availability; restarts workloads for RestartWorkloads",
+        only_with=ROLLOUT,
+    ),
+    Permission(
+        "apps",
+        ("statefulsets",),
+        ("patch",),
+        "restarts workloads for RestartWorkloads",
+        only_with=ROLLOUT,
     ),
     Permission(
         "leaderworkerset.x-k8s.io",
         ("leaderworkersets",),
         (*READ, "patch"),
         "reads availability; restarts workloads for RestartWorkloads",
+        only_with=ROLLOUT,
     ),
     Permission(
         "",
@@ -214,6 +229,8 @@ def settings_on(settings: Settings) -> frozenset[str]:
     on = set()
     if settings.storage.create_volumes:
         on.add(CREATE_VOLUMES)
+    if settings.rollout.enabled:
+        on.add(ROLLOUT)
     if settings.webhook.certificates.mode is CertificateMode.SELF_MANAGED:
         on.add(SELF_MANAGED)
     return frozenset(on)

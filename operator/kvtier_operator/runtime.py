@@ -168,7 +168,7 @@ class ApiMetrics:
             registry=registry,
         )
         self.seconds = Histogram(
-            "kvtier_operator_api_call_seconds",
+            "kvtier_operator_api_call_duration_seconds",
             "Duration of API server call attempts.",
             ["verb"],
             buckets=CALL_SECONDS,

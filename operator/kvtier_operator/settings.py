@@ -57,6 +57,12 @@ class Storage(Section):
     create_volumes: bool = False
 
 
+class RolloutSettings(Section):
+    """Whether the operator may patch workloads for ``rollout.strategy: RestartWorkloads``."""
+
+    enabled: bool = False
+
+
 class CertificateMode(StrEnum):
     """Source of the webhook's certificate: a mounted directory (such as cert-manager's), or
     created and rotated by the operator."""
@@ -146,6 +152,7 @@ class Settings(Section):
     watch_namespaces: tuple[str, ...] = ()
     images: Images = Images()
     storage: Storage = Storage()
+    rollout: RolloutSettings = RolloutSettings()
     allowed_volumes: tuple[AllowedVolume, ...] = ()
     webhook: Webhook = Webhook()
     controller: ControllerSettings = ControllerSettings()

@@ -40,11 +40,15 @@ TIERS = [
 FOLLOWED = [each for each in CONTROLLER if each.scope is not Scope.OWN and not each.names]
 SOMETIMES_CALLED = ("namespaces", "nodes", "leaderworkersets")
 """Asked about only if a pod was missed, if one finds no node, and if the kind is served."""
-ALWAYS_CALLED = [each for each in FOLLOWED if not set(each.resources) & set(SOMETIMES_CALLED)]
+ALWAYS_CALLED = [
+    each
+    for each in FOLLOWED
+    if not set(each.resources) & set(SOMETIMES_CALLED) and each.verbs != ("patch",)
+] + [each for each in FOLLOWED if each.resources == ("kvtierpolicies/status",)]
 
 
 def _all_rules(permissions: Sequence[Permission]) -> list[dict[str, Any]]:
-    on = frozenset({"storage.createVolumes"})
+    on = frozenset({"storage.createVolumes", "rollout.enabled"})
     return [
         rule for scope in (Scope.WATCHED, Scope.CLUSTER) for rule in rules(permissions, scope, on)
     ]

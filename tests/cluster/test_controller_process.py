@@ -49,13 +49,13 @@ def test_the_command_reconciles_policies_serves_health_and_stops_within_seconds(
                     'kvtier_operator_policies{condition="Accepted",status="True"} 1.0',
                     'kvtier_operator_api_calls_total{code="201",kind="ConfigMap",verb="apply"} 1.0',
                     'kvtier_operator_watch_restarts_total{kind="KVTierPolicy",reason="Start"} 1.0',
-                    "kvtier_operator_reconcile_seconds_count",
+                    "kvtier_operator_reconcile_duration_seconds_count",
                     "kvtier_operator_queue_depth",
                     "kvtier_operator_certificate_expiry_timestamp_seconds",
                     "process_resident_memory_bytes",
-                    'kvtier_operator_policy_pods{namespace="'
+                    'kvtier_operator_policy_selected_pods{policy="chat",policy_namespace="'
                     + namespace
-                    + '",policy="chat",state="selected"} 0.0',
+                    + '"} 0.0',
                 ):
                     assert line in metrics
                 applied = next(
@@ -118,7 +118,7 @@ def test_a_controller_that_is_killed_repeatedly_reaches_the_same_objects(
 
                 async def done() -> bool:
                     status, metrics = await asyncio.to_thread(running.ask, "/metrics")
-                    looked = "kvtier_operator_reconcile_seconds_count 0.0" not in metrics
+                    looked = "kvtier_operator_reconcile_duration_seconds_count 0.0" not in metrics
                     at_rest = (
                         status == 200 and "kvtier_operator_queue_depth 0.0" in metrics and looked
                     )

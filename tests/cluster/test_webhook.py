@@ -214,7 +214,7 @@ def test_the_webhook_is_not_called_for_pods_of_a_daemon_set(
     space: Space, webhook: WebhookProcess
 ) -> None:
     space.apply_policy(policy())
-    calls = webhook.metric('kvtier_webhook_seconds_count{path="/mutate"}')
+    calls = webhook.metric('kvtier_webhook_request_duration_seconds_count{path="/mutate"}')
     owner = {
         "apiVersion": "apps/v1",
         "kind": "DaemonSet",
@@ -224,15 +224,15 @@ def test_the_webhook_is_not_called_for_pods_of_a_daemon_set(
     }
     stored = space.create(pod(ownerReferences=[owner]), dry_run=True)
     assert not space.seen(stored)
-    assert webhook.metric('kvtier_webhook_seconds_count{path="/mutate"}') == calls
+    assert webhook.metric('kvtier_webhook_request_duration_seconds_count{path="/mutate"}') == calls
 
 
 def test_the_webhook_is_not_called_for_injected_pods(space: Space, webhook: WebhookProcess) -> None:
     space.apply_policy(policy())
-    calls = webhook.metric('kvtier_webhook_seconds_count{path="/mutate"}')
+    calls = webhook.metric('kvtier_webhook_request_duration_seconds_count{path="/mutate"}')
     stored = space.create(pod(annotations={STRUCTURAL_ANNOTATION: "{}"}), dry_run=True)
     assert POLICY_ANNOTATION not in stored["metadata"]["annotations"]
-    assert webhook.metric('kvtier_webhook_seconds_count{path="/mutate"}') == calls
+    assert webhook.metric('kvtier_webhook_request_duration_seconds_count{path="/mutate"}') == calls
 
 
 def test_a_pod_that_no_policy_selects_is_unchanged(space: Space, webhook: WebhookProcess) -> None:
@@ -246,9 +246,9 @@ def test_the_webhook_is_not_called_in_namespaces_without_the_label(
     name = nodes.make_namespace(full_api, f"webhook-{secrets.token_hex(3)}")
     space = Space(full_api, nodes, name)
     nodes.ok(full_api.request("POST", space.policies, policy()))
-    calls = webhook.metric('kvtier_webhook_seconds_count{path="/mutate"}')
+    calls = webhook.metric('kvtier_webhook_request_duration_seconds_count{path="/mutate"}')
     assert not space.seen(space.create(pod()))
-    assert webhook.metric('kvtier_webhook_seconds_count{path="/mutate"}') == calls
+    assert webhook.metric('kvtier_webhook_request_duration_seconds_count{path="/mutate"}') == calls
     # The label is the administrator's switch, at once.
     nodes.ok(
         full_api.request(

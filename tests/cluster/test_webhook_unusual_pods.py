@@ -218,7 +218,7 @@ def test_the_webhook_is_not_called_for_updates_of_a_pod(
 ) -> None:
     found = space.nodes.ok(space.api.request("POST", space.pods, pod({"app": "other"})))
     space.apply(policy())
-    calls = webhook.metric('kvtier_webhook_seconds_count{path="/mutate"}')
+    calls = webhook.metric('kvtier_webhook_request_duration_seconds_count{path="/mutate"}')
     path = f"{space.pods}/{found['metadata']['name']}"
     # From here on the policy selects it; what it was given at its creation is what it has.
     changed = space.nodes.ok(
@@ -232,7 +232,7 @@ def test_the_webhook_is_not_called_for_updates_of_a_pod(
         space.api.request("PATCH", f"{path}/ephemeralcontainers", debug, content_type=strategic)
     )
     assert not space.outcome(changed["metadata"].get("annotations") or {})
-    assert webhook.metric('kvtier_webhook_seconds_count{path="/mutate"}') == calls
+    assert webhook.metric('kvtier_webhook_request_duration_seconds_count{path="/mutate"}') == calls
 
 
 LONG = ("a." * 32)[:63].rstrip(".")

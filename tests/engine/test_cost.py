@@ -11,7 +11,7 @@ import pytest
 
 from kvtier.config.models import Daemon, Selection
 from kvtier.harness.engine_requests import ReferenceEngine
-from kvtier.harness.engine_testbed import CHUNK_TOKENS, DAEMON_EVENTS, EngineOptions, EngineTestbed
+from kvtier.harness.engine_testbed import CHUNK_TOKENS, EngineOptions, EngineTestbed
 from kvtier.harness.tiny_model import prompt
 
 CHUNKS = 16
@@ -25,7 +25,7 @@ class CostCase(EngineTestbed):
         """How often the daemon decided, by reason."""
         found = {}
         for name, value in self.daemon_metrics().items():
-            if value and name.startswith(DAEMON_EVENTS) and 'name="selections"' in name:
+            if value and name.startswith("kvtier_selections_total{"):
                 found[name.split('reason="')[1].split('"')[0]] = int(value)
         return found
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import uuid
 from pathlib import Path
 
 import pytest
@@ -114,3 +118,69 @@ def test_lmcache_reads_the_rendered_configuration_as_intended(
         vars(read)
     )
     assert not unknown, "LMCache ignores variables that it does not know"
+
+
+KILLED = """
+import json, os, signal, sys
+from pathlib import Path
+from types import SimpleNamespace
+from kvtier.engines.vllm import plugin
+from kvtier.scorecard.peer_vllm import offloading_config
+from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+
+def start(write):
+    arguments = SimpleNamespace(kv_transfer_config=None, kv_offloading_size=None)
+    made = SimpleNamespace(model_config=None)
+    plugin.attach(arguments, "", lambda: made)
+    transfer = arguments.kv_transfer_config
+    engine = offloading_config(transfer.kv_connector_extra_config, transfer.engine_id, 8192)
+    manager = OffloadingSpecFactory.create_spec(engine).get_manager()
+    os.write(write, b"1")
+    signal.pause()
+
+left = []
+for _ in range(10):
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(read)
+        try:
+            start(write)
+        finally:
+            os._exit(1)
+    os.close(write)
+    started = os.read(read, 1)
+    os.close(read)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert started, "the engine did not start"
+    pattern = f"*{os.environ['KVTIER_POD_UID']}*"
+    left.append(sum(path.stat().st_blocks * 512 for path in Path("/dev/shm").glob(pattern)))
+print(json.dumps(left))
+"""
+
+
+def test_ten_kills_of_the_engine_leave_one_region_of_vllms_offloading(tmp_path: Path) -> None:
+    rendered = connectors.render(policy("Offloading", tmp_path), {"files": str(tmp_path)}, 1)
+    pod = str(uuid.uuid4())
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "KVTIER_POD_UID": pod,
+        "KVTIER_TRANSFER_CONFIG": rendered.transfer_config_text,
+    }
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", KILLED],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        left = json.loads(done.stdout.splitlines()[-1])
+        assert len(left) == 10
+        assert 0 < max(left) <= 96 << 20, "more than one region was left"
+    finally:
+        for path in Path("/dev/shm").glob(f"*{pod}*"):
+            path.unlink()

@@ -18,9 +18,9 @@ from kvtier.tiers.filesystem import FileSystemTier
 from kvtier.tiers.filesystem.directory import TierDirectory
 from kvtier.tiers.filesystem.gc import collect
 from kvtier.tiers.filesystem.index import Index
-from kvtier.tiers.filesystem.inspect import verify
 from kvtier.tiers.filesystem.layout import Modes
 from kvtier.tiers.filesystem.maintenance import remove_oldest
+from kvtier.tiers.filesystem.verify import verify
 from kvtier.tiers.filesystem.walker import ObjectFile, object_path
 
 REF, PAYLOAD, META = make_object(1)

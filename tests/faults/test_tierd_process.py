@@ -268,9 +268,20 @@ def test_slots_of_a_stopped_engine_stay_quarantined_until_it_has_drained(
     assert frozen.stop()["wrong"] == 0
 
 
-def test_sigterm_completes_pending_writes_before_tierd_exits(make_testbed: MakeTestbed) -> None:
+@pytest.mark.parametrize(
+    "limits",
+    [{}, {"max_pending_store_bytes": 1 << 16}, {"max_write_bytes_per_second": 1 << 20}],
+    ids=["unlimited", "backlog", "budget"],
+)
+def test_sigterm_completes_pending_writes_before_tierd_exits(
+    make_testbed: MakeTestbed, limits: dict[str, int]
+) -> None:
     testbed = make_testbed(file_bytes=64 << 20)
+    disk = testbed.live.tiers["disk"].model_copy(update=limits)
+    tiers = {**testbed.live.tiers, "disk": disk}
+    testbed.retune(testbed.live.model_copy(update={"generation": 2, "tiers": tiers}))
     testbed.start_tierd()
+    wait_for(lambda: testbed.status()["appliedGeneration"] == 2, "the limits are applied")
     engine = testbed.engine()
     assert engine.wait("usable", WAIT_SECONDS)
     stored = 0

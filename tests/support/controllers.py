@@ -47,6 +47,7 @@ def settings(namespace: str | None = None, **sections: Any) -> Settings:
     """Settings for tests: only ``namespace`` is watched, without certificates and election."""
     return Settings.model_validate(
         {
+            "rollout": {"enabled": True},
             "watchNamespaces": [namespace] if namespace else [],
             "webhook": {"certificates": {"mode": "Mounted"}},
             "monitoring": {"host": "127.0.0.1", "port": 0},

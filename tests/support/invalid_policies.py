@@ -476,6 +476,19 @@ INVALID: tuple[InvalidCase, ...] = (
         "cpu must be at most the limit (8), got 16",
     ),
     _case(
+        "encryption without a Secret",
+        {"spec.isolation": {"encryption": "AES256GCM", "keySecretRef": {"name": ""}}},
+        ("spec.isolation.keySecretRef.name", "", "must be set if encryption is AES256GCM"),
+        "spec.isolation.keySecretRef",
+        "must be set if encryption is not None",
+    ),
+    _case(
+        "an unknown encryption",
+        {"spec.isolation.encryption": "AES128"},
+        ("spec.isolation.encryption", "AES128", 'supported values: "None", "AES256GCM"'),
+        "spec.isolation.encryption",
+    ),
+    _case(
         "a policy name of 64 characters",
         {"metadata.name": "p" * 64},
         ("metadata.name", "p" * 64, "at most 63 characters"),

@@ -119,7 +119,12 @@ _COMPLETE: dict[str, Any] = {
             },
         ],
         "breaker": {"failureThreshold": 5, "periodSeconds": 60},
-        "isolation": {"salt": "", "modelRevision": "", "keySecretRef": {"name": ""}},
+        "isolation": {
+            "salt": "",
+            "modelRevision": "",
+            "keySecretRef": {"name": ""},
+            "encryption": "None",
+        },
         "security": {"storageGid": 3000},
         "resources": {
             "daemon": {"requests": {"cpu": "1"}, "limits": {"cpu": "8"}},

@@ -24,6 +24,8 @@ images:
   pullSecret: {{ .Values.images.injectedPullSecret | quote }}
 storage:
   createVolumes: {{ .Values.storage.createVolumes }}
+rollout:
+  enabled: {{ .Values.rollout.enabled }}
 allowedVolumes: {{ toJson .Values.allowedVolumes }}
 webhook:
   port: {{ .Values.webhook.port | int64 }}

@@ -305,14 +305,23 @@ def inspect(directory: TierDirectory, as_json: Json = False) -> None:
 @app.command()
 def verify(
     directory: TierDirectory,
+    keys: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Check tags and decrypt with these keys: a directory with a file for each key, "
+            "named by its id, as the Secret of isolation.keySecretRef is mounted.",
+        ),
+    ] = None,
     delete: Annotated[bool, typer.Option("--delete", help="Delete corrupt objects.")] = False,
     as_json: Json = False,
 ) -> None:
     """Read and verify every object of a file tier. Engines may be running.
 
-    Exit status: 0 if all objects are intact; 1 if one is corrupt or cannot be read.
+    Exit status: 0 if all objects are intact; 1 if one is corrupt, cannot be read, or is not proven
+    by the keys. Without --keys, tags are not checked and encrypted objects are not verified.
     """
-    verified = directory_command.verify(directory, delete=delete)
+    verified = directory_command.verify(directory, keys, delete=delete)
     if as_json:
         print_json(directory_command.verify_json(verified))
     else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 
-from rich.console import Console
+from rich.console import Console, ConsoleDimensions
 from rich.measure import Measurement
 from rich.table import Table
 
@@ -45,9 +45,12 @@ def print_json(document: object) -> None:
 
 
 def print_table(table: Table) -> None:
-    """Writes a table. It fits a terminal's width; in a pipe or a file no cell is wrapped."""
+    """Writes a table. It fits a terminal's width; in a pipe or a file no cell is wrapped, even if
+    the environment asks for colors (``FORCE_COLOR``).
+    """
     out = console()
-    if not out.is_terminal:
+    if not sys.stdout.isatty():
         unlimited = out.options.update(width=MAX_TABLE_WIDTH)
-        out.width = max(out.width, Measurement.get(out, unlimited, table).maximum)
+        width = max(out.width, Measurement.get(out, unlimited, table).maximum)
+        out.size = ConsoleDimensions(width, out.height)
     out.print(table)

@@ -22,12 +22,12 @@ from kvtier.tiers.filesystem.gc import CollectReport, collect
 from kvtier.tiers.filesystem.inspect import (
     HolderStatus,
     Survey,
-    VerifyReport,
-    objects_of,
     survey,
     tier_root,
 )
-from kvtier.tiers.filesystem.inspect import verify as verify_objects
+from kvtier.tiers.filesystem.verify import FailedObject, VerifyReport, objects_of
+from kvtier.tiers.filesystem.verify import verify as verify_objects
+from kvtier.tiers.isolation_keys import read_key_set
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _AGES = ((86_400.0, "d"), (3_600.0, "h"), (60.0, "min"))
@@ -80,6 +80,7 @@ def inspect_json(found: Survey, now: float) -> dict[str, Any]:
                 "bytes": each.size_bytes,
                 "oldestUseAgeSeconds": None if each.oldest is None else round(now - each.oldest, 3),
                 "newestUseAgeSeconds": None if each.newest is None else round(now - each.newest, 3),
+                "sampledSeals": dict(each.seals),
             }
             for each in found.namespaces
         ],
@@ -123,6 +124,15 @@ def show_inspect(found: Survey, now: float) -> None:
             age_text(None if each.oldest is None else now - each.oldest),
         )
     print_table(table)
+    for each in found.namespaces:
+        sealed = ", ".join(f"{count} {seal}" for seal, count in each.seals.most_common())
+        if set(each.seals) - {"no tag"}:
+            console().print(
+                Text(
+                    f"{each.name[:12]}: of the first {each.seals.total()} objects {sealed}; tags "
+                    "are not checked here: kvtier verify --keys DIR"
+                )
+            )
     capacity = (found.ledger or {}).get("capacity")
     of = f" of {size_text(capacity)}" if isinstance(capacity, int) else ""
     out = console()
@@ -178,19 +188,18 @@ def _progress_bar(total: int, shown: bool) -> Iterator[Callable[[int, str], None
         yield lambda done, text: bar.update(task, completed=done, description=text)
 
 
-def verify(directory: Path, *, delete: bool) -> VerifyReport:
-    """Reads and verifies every object. Raises ``ConfigurationError`` and ``OSError``."""
+def verify(directory: Path, keys: Path | None, *, delete: bool) -> VerifyReport:
+    """Reads and verifies every object. ``keys``: directory with a file for each key, as a Secret is
+    mounted. Raises ``ConfigurationError`` and ``OSError``."""
     root = tier_root(directory)
+    key_set = None if keys is None else read_key_set(keys)
     objects = objects_of(root, time.time())
     with _progress_bar(len(objects), error_console().is_terminal) as update:
 
         def progress(done: VerifyReport) -> None:
-            update(
-                done.objects + done.vanished + done.unverifiable + len(done.bad),
-                f"corrupt: {done.corrupt}",
-            )
+            update(done.seen, f"corrupt: {done.corrupt}")
 
-        return verify_objects(root, objects, delete=delete, progress=progress)
+        return verify_objects(root, objects, key_set, delete=delete, progress=progress)
 
 
 def verify_json(done: VerifyReport) -> dict[str, Any]:
@@ -199,13 +208,18 @@ def verify_json(done: VerifyReport) -> dict[str, Any]:
         "verified": done.objects,
         "bytes": done.size_bytes,
         "vanished": done.vanished,
-        "unverifiable": done.unverifiable,
+        "unverifiable": done.not_verified["unverifiable"],
+        "encrypted": done.not_verified["no_key"],
+        "otherVersion": done.not_verified["other_version"],
+        "tagNotChecked": done.unproven,
+        "untrusted": done.untrusted,
         "corrupt": done.corrupt,
         "bad": [
             {
                 "path": each.path,
                 "reason": each.reason,
                 "corrupt": each.corrupt,
+                "untrusted": each.untrusted,
                 "deleted": each.deleted,
             }
             for each in done.bad
@@ -217,19 +231,42 @@ def show_verify(done: VerifyReport) -> None:
     """Prints the totals to standard output and bad objects to standard error."""
     for each in done.bad:
         line = Text(f"{each.path}: ")
-        line.append("corrupt" if each.corrupt else "unreadable", style="red")
+        line.append(_failure(each), style="red")
         error_console().print(line.append(f": {each.reason}{', deleted' if each.deleted else ''}"))
     parts = [
         f"{done.objects:,} objects verified ({size_text(done.size_bytes)})",
         f"{done.corrupt} corrupt",
     ]
-    if len(done.bad) > done.corrupt:
-        parts.append(f"{len(done.bad) - done.corrupt} unreadable")
-    if done.unverifiable:
-        parts.append(f"{done.unverifiable} not verified: install the xxhash package")
+    unreadable = len(done.bad) - done.corrupt - done.untrusted
+    if unreadable:
+        parts.append(f"{unreadable} unreadable")
+    if done.untrusted:
+        parts.append(f"{done.untrusted} not proven by the keys")
+    for reason, number in sorted(done.not_verified.items()):
+        parts.append(f"{number} not verified: {_NOT_VERIFIED.get(reason, reason)}")
     if done.vanished:
         parts.append(f"{done.vanished} removed during verification")
     console().print(Text(", ".join(parts)))
+    if done.unproven:
+        console().print(
+            Text(
+                f"the tags of {done.unproven} objects were not checked, so anyone who can write to "
+                "the directory may have stored them: check them with --keys DIR"
+            )
+        )
+
+
+_NOT_VERIFIED = {
+    "no_key": "encrypted; give the keys with --keys DIR",
+    "other_version": "another format version",
+    "unverifiable": "install the xxhash package",
+}
+
+
+def _failure(failed: FailedObject) -> str:
+    if failed.corrupt:
+        return "corrupt"
+    return "not proven" if failed.untrusted else "unreadable"
 
 
 # kvtier gc

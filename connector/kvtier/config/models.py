@@ -140,12 +140,24 @@ class HttpEndpoint(Document):
     port: Annotated[int, Field(ge=0, le=65_535)] = 9_400
 
 
+class Encryption(StrEnum):
+    """How new objects in file tiers are encrypted."""
+
+    NONE = "None"
+    AES256GCM = "AES256GCM"
+
+
 class IsolationSettings(Document):
-    """Separates namespaces beyond the engine's identity."""
+    """Separates namespaces beyond the engine's identity, and seals objects in file tiers.
+
+    ``key_directory``: a mounted Secret, with one file per key (tiers/isolation_keys.py). None:
+    objects have no tag. ``encryption`` requires it.
+    """
 
     salt: str = ""
     model_revision: str = ""
-    key_file: str | None = None
+    key_directory: str | None = None
+    encryption: Encryption = Encryption.NONE
 
 
 class Structural(Document):

@@ -126,9 +126,8 @@ DEFAULT = EngineOptions()
 WAIT_SECONDS = 60.0
 LOADED_TOKENS = "vllm:kvtier_loaded_tokens_total"
 LOAD_FAILURES = "vllm:kvtier_load_failures_total"
-DAEMON_EVENTS = "kvtier_events_total"
 AWAITED_STATES = ("Unknown", "BreakerOpen")
-READ_FAILURES = ("tier_reads_failed", "tier_reads_timed_out")
+READ_FAILURES = ("kvtier_tier_reads_failed_total", "kvtier_tier_reads_timed_out_total")
 SNAPSHOT_SECONDS = 0.6
 """The daemon updates its status every half second."""
 ENGINE_OPTIONS: dict[str, object] = {
@@ -382,9 +381,7 @@ class EngineTestbed:
     def tier_failures(self) -> int:
         """Reads of the file tier that failed so far, as the daemon counts them."""
         metrics = self.daemon_metrics()
-        return int(
-            sum(sum(_samples(metrics, DAEMON_EVENTS, f'name="{name}"')) for name in READ_FAILURES)
-        )
+        return int(sum(sum(_samples(metrics, name)) for name in READ_FAILURES))
 
     def daemon_events(self, name: str, reason: str = "") -> int:
         """An event counter of the daemon."""

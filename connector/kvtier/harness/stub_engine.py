@@ -143,10 +143,12 @@ class StubEngine:
             self.ready, self._snapshot = item, False
         elif isinstance(item, Credits):
             self._credits.extend(item.slots)
+        elif isinstance(item, EvictionNotice) and not self.options.courteous:
+            return
         elif isinstance(item, Delta | EvictionNotice | Usable):
             answer = self.replica.apply(item)
             self._snapshot = self._snapshot or (isinstance(item, Delta) and item.snapshot)
-            if answer is not None:
+            if answer is not None and self.options.courteous:
                 self.client.send(answer)
         elif isinstance(item, Promoted):
             self._promoted[item.promotion] = item
@@ -246,7 +248,8 @@ class StubEngine:
             keys, locations = keys[: result.usable], list(result.locations)
             self.seen.promoted += result.usable
         self._numbers += 1
-        self.client.send(Load(load=self._numbers, promotion=promotion, keys=keys))
+        if self.options.courteous:
+            self.client.send(Load(load=self._numbers, promotion=promotion, keys=keys))
         job = StubJob(
             self._numbers,
             tuple(GROUP + key for _, key in keys),
@@ -258,7 +261,8 @@ class StubEngine:
         try:
             return self._load(job, end)
         finally:
-            self.client.send(LoadReleased(load=job.number))
+            if self.options.courteous:
+                self.client.send(LoadReleased(load=job.number))
 
     def _load(self, job: StubJob, end: float) -> int:
         done, keys = job.done, job.keys

@@ -51,6 +51,8 @@ class StubEngineOptions:
     """``copy_seconds``: how long one copy takes, in ``copy_pieces`` pieces. ``drains``: whether the
     worker reports that it has drained. ``limit_seconds``: how long a load waits for its slots.
     ``strict``: a load ends at its deadline, as a scheduler's does. ``protocol``: its version.
+    ``courteous``: whether it acknowledges evictions and tells tierd of its loads. ``compares``:
+    whether its worker compares generations, which the rules demand.
     """
 
     run_directory: Path
@@ -64,11 +66,14 @@ class StubEngineOptions:
     limit_seconds: float = 2.0
     strict: bool = False
     protocol: str = PROTOCOL
+    courteous: bool = True
+    compares: bool = True
 
 
 @dataclass(slots=True)
 class Seen:
-    """Counters. ``wrong``: objects whose bytes were not those of their key."""
+    """Counters. ``wrong``: objects whose bytes were not those of their key. ``reused``: slots that
+    were reused while they were copied."""
 
     stored: int = 0
     store_dropped: int = 0
@@ -79,6 +84,7 @@ class Seen:
     wrong: int = 0
     lost: int = 0
     attached: int = 0
+    reused: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -200,10 +206,13 @@ class StubWorker:
         for key, location in zip(job.keys, job.locations, strict=False):
             slot, generation = unpack_location(location)
             page = slot >> PAGE_SHIFT
-            if not location or words[page] != generation:
+            if not location or (words[page] != generation and self._options.compares):
                 break
             self._copy(target, pool[slot : slot + size])
-            if self.client.epoch != job.epoch or words[page] != generation:
+            reused = words[page] != generation
+            if reused:
+                self._seen.reused += 1
+            if self.client.epoch != job.epoch or (reused and self._options.compares):
                 # tierd was lost or reused the slot during the copy: what was copied does not count.
                 break
             if np.array_equal(target, content(key, size)):

@@ -250,6 +250,9 @@ class FaultyMount:
         self, source: Path, path: Path, control: Path, log: Path, others: bool = False
     ) -> None:
         self.source, self.path, self._control = source, path, control
+        reason = unavailable()
+        if reason:
+            raise OSError(errno.ENODEV, reason)
         command = [
             sys.executable,
             "-m",
@@ -315,16 +318,21 @@ class FaultyMount:
 
 
 def unavailable() -> str:
-    """Why no such mount can be made here; empty if it can."""
+    """Why no such mount can be made here, and what to install; empty if it can."""
     try:
         import mfusepy  # noqa: F401
-    except (ImportError, OSError) as error:
-        return f"mfusepy: {error}"
-    return (
-        ""
-        if os.access("/dev/fuse", os.R_OK | os.W_OK)
-        else "/dev/fuse does not exist or is not accessible"
-    )
+    except ImportError:
+        return "the Python package mfusepy is not installed; run: pip install mfusepy"
+    except OSError:
+        return (
+            "the library libfuse is not installed; install the package libfuse3-3 or libfuse3-4 "
+            "(Debian, Ubuntu) or fuse3-libs (Fedora, RHEL)"
+        )
+    if not Path("/dev/fuse").exists():
+        return "/dev/fuse does not exist; load the kernel module fuse, or add the device"
+    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        return "/dev/fuse is not accessible to this user"
+    return ""
 
 
 @contextlib.contextmanager

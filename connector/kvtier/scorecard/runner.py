@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvtier.scorecard import remote_faults, small_disks, writers
+from kvtier.scorecard import remote_faults, sealed_faults, small_disks, writers
 from kvtier.scorecard.catalog import FAULTS, Fault, FaultContext
 from kvtier.scorecard.mount import FaultyMount
 from kvtier.scorecard.testbed import BUDGET_SECONDS, FaultTestbed, Measurements
@@ -64,6 +64,7 @@ def names() -> list[str]:
     """The names of all faults, in order."""
     return (
         [fault.name for fault in FAULTS]
+        + [fault.name for fault in sealed_faults.SEALED_FAULTS]
         + list(small_disks.NAMES)
         + remote_faults.names()
         + [f"writers-{n}" for n in writers.COUNTS]
@@ -85,6 +86,10 @@ def run_faults(
                 for fault in chosen:
                     on_start(fault.name)
                     yield _run(fault, context, no_mount_reason, options)
+        for sealed in sealed_faults.SEALED_FAULTS:
+            if sealed.name in selected:
+                on_start(sealed.name)
+                yield sealed_fault(sealed, home, options)
         for server in remote_faults.SERVERS:
             rows = [name for name in remote_faults.names(server) if name in selected]
             if rows:
@@ -193,6 +198,37 @@ def _run(
         measurements.notes.append(text)
     measurements.wrong = testbed.engine.seen.wrong - wrong_before
     return judge(fault.name, means, measurements, options.slack_seconds)
+
+
+def sealed_fault(
+    fault: sealed_faults.SealedFault, home: Path, options: ScorecardOptions
+) -> ScorecardRow:
+    """A fault of a directory with keys, with a daemon of its own."""
+    measurements = Measurements()
+    try:
+        keyed = sealed_faults.KeyedTestbed(home / fault.name, fault.encryption)
+        testbed = keyed.testbed
+        try:
+            testbed.fill()
+            fault.run(keyed, options.seconds, measurements)
+            if not testbed.daemon_is_serving():
+                measurements.crashes += 1
+                measurements.notes.append("the daemon exited")
+            measurements.recovery_seconds = testbed.recover()
+            measurements.wrong = testbed.engine.seen.wrong
+        finally:
+            testbed.close()
+    except (OSError, TimeoutError, LookupError) as error:
+        return ScorecardRow(
+            fault.name,
+            FAIL,
+            f"the fault could not be injected: {type(error).__name__}: {error}",
+            sealed_faults.MEANS,
+        )
+    if (text := _traceback(testbed.tierd.log, 0)) is not None:
+        measurements.crashes += 1
+        measurements.notes.append(text)
+    return judge(fault.name, sealed_faults.MEANS, measurements, options.slack_seconds)
 
 
 def judge(

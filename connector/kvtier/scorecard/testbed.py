@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from kvtier.config.models import BreakerSettings, Live, Selection
+from kvtier.config.models import BreakerSettings, IsolationSettings, Live, Selection
 from kvtier.harness.file_writers import directory_bytes
 from kvtier.harness.stub_engine import StubEngine
 from kvtier.harness.tierd_testbed import (
@@ -123,12 +123,16 @@ class FaultTestbed:
         files: Path,
         below: Path,
         faults_file: Path | None = None,
+        isolation: IsolationSettings | None = None,
+        *,
         lmcache_url: str = "",
     ) -> None:
         self.below = below
         self.stored_bytes: Callable[[], int] = lambda: directory_bytes(below)
         """Bytes that the storage holds, by its own word."""
         self.tierd = SkewedTestbed(directory, files, faults_file, lmcache_url)
+        if isolation is not None:
+            self.tierd.change(isolation=isolation)
         self._generation = 1
         self.retune(breaker=BREAKER, selection=Selection.WEIGHTED)
         self.pid = self.tierd.start_tierd()

@@ -1,8 +1,10 @@
 """The counters of tierd and every label set that each can have.
 
-A Prometheus counter that appears with value 1 has not increased, so ``increase()`` misses the first
-occurrence. ``label_sets`` lists what exists from the start at 0. A counter that the table lacks
-works, from its first occurrence on; with ``strict``, which tests set, it raises ``LookupError``.
+A counter ``name`` is exported as ``kvtier_<name>_total`` with the labels ``tier`` and ``reason`` as
+far as its row has them. A Prometheus counter that appears with value 1 has not increased, so
+``increase()`` misses the first occurrence: ``label_sets`` lists what exists from the start at 0. A
+counter that the table lacks works, from its first occurrence on; with ``strict``, which tests set,
+it raises ``LookupError``.
 """
 
 from __future__ import annotations
@@ -15,9 +17,11 @@ MESSAGES = (
     "LoadReleased", "Promote", "Reserve", "ResetCache", "Resync",
 )  # fmt: skip
 """What an engine sends (``tierd/wire.py``)."""
-TIER_ERRORS = ("corrupt", "error", "no_space", "unavailable", "unexpected", "unverifiable",
-               "vanished")  # fmt: skip
+TIER_ERRORS = ("corrupt", "error", "key_missing", "no_space", "unavailable", "unexpected",
+               "unverifiable", "vanished")  # fmt: skip
 """``TierError.reason`` of each class, and ``unexpected`` for any other exception."""
+READ_ERRORS = (*TIER_ERRORS, "no_key", "other_version", "unkeyed", "unknown_key", "wrong_tag")
+"""With the reasons of objects that a read finds and cannot use."""
 _NONE = ("",)
 
 strict = False
@@ -26,117 +30,159 @@ strict = False
 
 @dataclass(frozen=True, slots=True)
 class CounterLabels:
-    """The label sets of one counter. ``per_tier``: one set for each secondary tier."""
+    """The help text and the label sets of one counter. ``per_tier``: one set for each secondary
+    tier."""
 
+    help: str
     per_tier: bool = False
     reasons: tuple[str, ...] = _NONE
 
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The names of its labels."""
+        tier = ("tier",) if self.per_tier else ()
+        return (*tier, "reason") if self.reasons != _NONE else tier
 
-def _global(*reasons: str) -> CounterLabels:
-    return CounterLabels(False, reasons or _NONE)
+
+def _global(text: str, *reasons: str) -> CounterLabels:
+    return CounterLabels(text, False, reasons or _NONE)
 
 
-def _tier(*reasons: str) -> CounterLabels:
-    return CounterLabels(True, reasons or _NONE)
+def _tier(text: str, *reasons: str) -> CounterLabels:
+    return CounterLabels(text, True, reasons or _NONE)
 
 
 COUNTERS: dict[str, CounterLabels] = {
     # Secondary tiers.
-    "breaker_closed": _tier(),
-    "breaker_opened": _tier(*TIER_ERRORS, "hung", "late"),
-    "breaker_probe_failed": _tier(*TIER_ERRORS, "hung"),
-    "presence_relisted": _tier(),
-    "settings_missing": _tier(),
-    "tier_late_reads": _tier(),
-    "tier_maintain_failed": _tier(*TIER_ERRORS),
-    "tier_objects_not_indexed": _tier(),
-    "tier_open_failed": _tier(*TIER_ERRORS),
-    "tier_probe_reads": _tier(),
-    "tier_read_bytes": _tier(),
-    "tier_reads": _tier(),
-    "tier_reads_failed": _tier(*TIER_ERRORS),
-    "tier_reads_timed_out": _tier(),
-    "tier_too_slow": _tier(),
-    "tier_write_bytes": _tier(),
-    "tier_writes": _tier(),
-    "tier_writes_dropped": _tier(
-        "breaker", "evicted", "not_open", "too_many_pending", "write_budget"
+    "breaker_closed": _tier("Breakers of a tier that closed."),
+    "breaker_opened": _tier(
+        "Breakers of a tier that opened, by cause.", *TIER_ERRORS, "hung", "late"
     ),
-    "tier_writes_failed": _tier(*TIER_ERRORS),
-    "tier_writes_postponed": _tier(),
+    "breaker_probe_failed": _tier(
+        "Failed probes of a tier with an open breaker.", *TIER_ERRORS, "hung"
+    ),
+    "presence_relisted": _tier("Times that the objects of a tier were listed again."),
+    "settings_missing": _tier("Live values that lack the tier, which keeps its settings."),
+    "tier_late_reads": _tier("Reads that are still running long after their deadline."),
+    "tier_maintain_failed": _tier("Failed maintenance runs of a tier.", *TIER_ERRORS),
+    "tier_objects_not_indexed": _tier("Objects that a tier holds and has no memory to index."),
+    "tier_open_failed": _tier("Failed attempts to open a tier.", *TIER_ERRORS),
+    "tier_probe_reads": _tier("Reads that measure a tier whose speed is unknown or outdated."),
+    "tier_read_bytes": _tier("Bytes read from a tier."),
+    "tier_reads": _tier("Objects read from a tier and verified."),
+    "tier_reads_failed": _tier("Failed reads of objects from a tier.", *READ_ERRORS),
+    "tier_reads_timed_out": _tier("Reads that did not end within their deadline."),
+    "tier_too_slow": _tier("Promotions that did not use a tier because recomputing was faster."),
+    "tier_write_bytes": _tier("Bytes written to a tier."),
+    "tier_writes": _tier("Objects written to a tier."),
+    "tier_writes_dropped": _tier(
+        "Objects that were not written to a tier, by reason.",
+        "breaker", "evicted", "not_open", "too_many_pending",
+    ),
+    "tier_writes_failed": _tier("Failed writes of objects to a tier.", *TIER_ERRORS),
+    "tier_writes_postponed": _tier(
+        "Objects that wait in RAM to be written, by reason.", "too_many_pending", "write_budget"
+    ),
     # Promotions.
-    "promotion_leases_expired": _global(),
-    "promotions": _global(),
+    "promotion_leases_expired": _global("Promotions whose result was not used in time."),
+    "promotions": _global("Promotions that began."),
     "promotions_cut": _global(
-        *TIER_ERRORS, "absent", "breaker", "fenced", "no_slot", "no_time", "read_past_its_estimate",
+        "Prefixes of promotions that were cut, by reason.",
+        *READ_ERRORS, "absent", "breaker", "fenced", "no_slot", "no_time", "read_past_its_estimate",
         "recovered_corrupt", "selection", "tier_timeout", "too_many_promotions",
     ),
-    "promotions_ended": _global("whole", "partial", "failed", "cancelled"),
-    "promotions_out_of_time": _global(),
+    "promotions_ended": _global(
+        "Promotions that ended, by outcome.", "whole", "partial", "failed", "cancelled"
+    ),
+    "promotions_out_of_time": _global("Promotions that reached the deadline of their request."),
     "selections": _global(
+        "Decisions which prefix to load, by reason.",
         "below_min_load_tokens", "highest_score", "least_time", "longest_without_estimate",
-        "nothing_usable", "recomputing_is_faster",
-        "tier_without_estimate",
+        "nothing_usable", "recomputing_is_faster", "tier_without_estimate",
     ),
     # Loads and stores.
-    "checksums_dropped": _global("evicted"),
-    "checksums_failed": _global(),
-    "checksums_postponed": _global(),
-    "early_acks_dropped": _global(),
-    "late_cancels": _global(),
-    "loads": _global(),
-    "loads_cut": _global("gone", "unknown_group", "unverified"),
-    "loads_rejected": _global("too_many"),
-    "loads_without_promotion": _global(),
-    "objects_checksummed": _global(),
+    "checksums_dropped": _global("Objects that left RAM before their checksum.", "evicted"),
+    "checksums_failed": _global("Failed computations of a checksum."),
+    "checksums_postponed": _global("Objects that wait for a checksum without being pinned."),
+    "early_acks_dropped": _global("Reports of stores without a reservation that were dropped."),
+    "late_cancels": _global("Cancellations of promotions that had ended."),
+    "loads": _global("Loads from RAM into GPU memory that began."),
+    "loads_cut": _global(
+        "Prefixes of loads that were cut, by reason.", "gone", "unknown_group", "unverified"
+    ),
+    "loads_rejected": _global("Loads that were rejected, by reason.", "too_many"),
+    "loads_without_promotion": _global("Loads that name a promotion that has ended."),
+    "objects_checksummed": _global("Objects whose checksum was computed."),
     "stores_cancelled": _global(
+        "Stores that were cancelled, by reason.",
         "aborted", "engine_closed", "no_predecessor", "pending", "present", "read_meanwhile",
         "reset",
     ),
-    "stores_committed": _global(),
-    "stores_dropped_at_end": _global(),
+    "stores_committed": _global("Objects that were stored in RAM."),
+    "stores_dropped_at_end": _global("Stores that were pending when tierd ended."),
     # The host pool.
-    "eviction_notices_ended": _global("acknowledged", "timed_out"),
-    "evictions": _global(),
-    "evictions_cancelled": _global(),
-    "late_eviction_acks": _global(),
-    "pool_too_small": _global(*(f"group_{group}" for group in range(8))),
-    "quarantine_ended": _global("confirmed", "expired"),
-    "segments_reclaimed": _global(),
-    "slots_quarantined": _global(),
+    "eviction_notices_ended": _global(
+        "Eviction notices that ended, by reason.", "acknowledged", "timed_out"
+    ),
+    "evictions": _global("Objects that were evicted from RAM."),
+    "evictions_cancelled": _global("Evictions that ended because the object was used again."),
+    "late_eviction_acks": _global("Acknowledgements of eviction notices that had ended."),
+    "pool_too_small": _global(
+        "Engines with a KV cache group for which the pool has no room.",
+        *(f"group_{group}" for group in range(8)),
+    ),
+    "quarantine_ended": _global(
+        "Processes whose slots left quarantine, by reason.", "confirmed", "expired"
+    ),
+    "segments_reclaimed": _global("Segments of the pool that another KV cache group took over."),
+    "slots_quarantined": _global("Slots that a process may still access and that are not reused."),
     # Recovery.
-    "objects_recovered": _global(),
-    "orphaned_reads_unplaced": _global(),
+    "objects_recovered": _global("Objects that were found in the RAM of an earlier tierd."),
+    "orphaned_reads_unplaced": _global("Reads of an earlier tierd whose slot is unknown."),
     "recovered_objects_dropped": _global(
-        "corrupt", "evicted", "geometry", "replaced", "unverifiable"
+        "Recovered objects that were dropped, by reason.",
+        "corrupt", "evicted", "geometry", "replaced", "unverifiable",
     ),
     "recovered_objects_rejected": _global(
-        "damaged", "format", "header", "namespace", "overlap", "pool_file", "pool_size", "topology"
+        "Objects of an earlier tierd that were not recovered, by reason.",
+        "damaged", "format", "header", "namespace", "overlap", "pool_file", "pool_size", "topology",
     ),
-    "recovered_objects_verified": _global(),
-    "slot_records_failed": _global("full", "no_space", "not_erased"),
+    "recovered_objects_verified": _global("Recovered objects that were verified on first use."),
+    "slot_records_failed": _global(
+        "Failed writes to the slot table, by reason.", "full", "no_space", "not_erased"
+    ),
     # Sessions.
-    "engines_opened": _global(),
-    "engines_reset": _global(),
-    "hello_while_stopping": _global(),
-    "loop_asleep": _global(),
-    "messages_while_not_open": _global(*MESSAGES),
-    "messages_without_session": _global(),
-    "namespace_descriptions_failed": _global(),
+    "engines_opened": _global("Engines whose processes have all attached."),
+    "engines_reset": _global("Resets of an engine's cache."),
+    "hello_while_stopping": _global("Sessions that were refused while tierd stops."),
+    "loop_asleep": _global("Times that the process was suspended for seconds."),
+    "messages_while_not_open": _global(
+        "Messages of engines that are not open, by message.", *MESSAGES
+    ),
+    "messages_without_session": _global("Messages that belong to no session."),
+    "namespace_descriptions_failed": _global("Failed writes of identity.json."),
     "protocol_violations": _global(
+        "Messages that break the protocol, by reason.",
         "acknowledged_twice", "engine_opened_twice", "frames", "hello_twice", "load_released_twice",
         "load_twice", "load_without_ranks", "not_a_writer", "prefix_cost", "promotion_twice",
         "reservation_twice", "slot_not_granted", "undecodable", "unknown_engine", "unknown_group",
         "unknown_load", *(f"{role}_{name}" for role in ("scheduler", "worker")
                           for name in MESSAGES),
     ),
-    "reservations_while_stopping": _global(),
-    "resyncs": _global(),
-    "sessions_attached": _global("scheduler", "worker"),
-    "sessions_refused": _global(),
-    "sessions_replaced": _global("", "not_drained"),
-    "sessions_vanished": _global("proven", "unproven"),
+    "reservations_while_stopping": _global("Reservations that were refused while tierd stops."),
+    "resyncs": _global("Times that an engine asked for the whole presence index."),
+    "sessions_attached": _global("Sessions that attached, by role.", "scheduler", "worker"),
+    "sessions_refused": _global("Sessions that were refused."),
+    "sessions_replaced": _global(
+        "Sessions that a process replaced, by whether it had drained.", "drained", "not_drained"
+    ),
+    "sessions_vanished": _global(
+        "Processes that ended without a farewell, by whether that is proven.", "proven", "unproven"
+    ),
 }  # fmt: skip
+
+UNREGISTERED = CounterLabels("A counter without a description.", True, ())
+"""What a counter has that the table lacks."""
 
 
 def label_sets(tiers: Iterable[str]) -> Iterator[tuple[str, str, str]]:

@@ -1,13 +1,13 @@
 """Generation words: how a reader of the host pool notices that a slot has another content.
 
 One 32-bit word belongs to every page of the pool; that of a slot's first page is the slot's. It is
-even while the slot holds one complete object, and odd while anyone may write to the slot. It only
-rises. tierd changes it before it frees a slot, so a reader that finds the same even word before and
-after it has read the slot has read one object: whoever writes there was told so after the change.
+even while the slot holds one complete object, and odd while the slot may be written. It only rises.
+tierd changes it before it frees a slot, so a reader that finds the same even word before and after
+it has read the slot has read one object: the next writer was told of the slot after the change.
 
 The words lie in a file beside the pool, which the engines map as well. A tierd that takes an
 existing pool over makes every even word odd first. Words of pages inside a slot stay odd, so the
-pool can be divided anew without a word of its own.
+pool can be divided differently without a word of its own.
 
 Words wrap after two billion objects in one slot.
 """

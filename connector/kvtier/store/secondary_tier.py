@@ -14,7 +14,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvtier.config.models import Live, LiveTier
-from kvtier.errors import TierError, TierMissError, TierNoSpaceError
+from kvtier.errors import (
+    TierCorruptError,
+    TierError,
+    TierKeyMissingError,
+    TierMissError,
+    TierNoSpaceError,
+)
 from kvtier.store.context import StoreContext, Timer
 from kvtier.store.cost_model import TierModel
 from kvtier.store.executor import IoCall
@@ -115,20 +121,26 @@ class WriteBudget:
 
     def take(self, size_bytes: int, rate: int | None) -> bool:
         """Takes ``size_bytes`` from the budget; False if it is exhausted."""
+        if self.seconds_until_free(rate) > 0:
+            return False
+        if rate is not None:
+            self._left -= size_bytes
+        return True
+
+    def seconds_until_free(self, rate: int | None) -> float:
+        """How long until ``take`` succeeds; 0 if it would at once."""
         now = self._clock()
         if rate is None:
             self._rate = None
-            return True
+            return 0.0
         full = rate * BURST_SECONDS
         if self._rate is None:
             self._left = full
         else:
             self._left = min(full, self._left + self._rate * (now - self._at))
         self._rate, self._at = rate, now
-        if self._left <= 0:
-            return False
-        self._left -= size_bytes
-        return True
+        # A thousandth of a second's worth more than nothing, so that rounding is no exhaustion.
+        return (full / 1000 - self._left) / rate if self._left <= 0 else 0.0
 
     def give_back(self, size_bytes: int) -> None:
         """Returns bytes that were taken and are not written."""
@@ -160,6 +172,8 @@ class StoreTierState:
     cause: str = ""
     since_seconds: float = 0.0
     late_reads: int = 0
+    volume_bytes: int = 0
+    volume_available_bytes: int = 0
 
 
 def reason_of(error: BaseException) -> str:
@@ -307,8 +321,8 @@ class SecondaryTiers:
         """An operation on one object failed. Vanished objects and full tiers do not count against
         the tier."""
         now = self._context.clock()
-        reason = self._reason(secondary, error)
-        if reason in ("corrupt", "vanished", "unverifiable"):
+        self._reason(secondary, error)
+        if isinstance(error, TierMissError | TierCorruptError):
             secondary.negative.add(namespace, key, now)
         self._note_failure(secondary, error)
 
@@ -323,7 +337,12 @@ class SecondaryTiers:
     def _note_failure(self, secondary: SecondaryTier, error: BaseException) -> None:
         if isinstance(error, TierMissError | TierNoSpaceError):
             return
-        if secondary.breaker.failure(reason_of(error), self._context.clock()):
+        reason, now = reason_of(error), self._context.clock()
+        opened = secondary.breaker.failure(reason, now)
+        if isinstance(error, TierKeyMissingError):
+            # Without keys no operation can succeed.
+            opened = secondary.breaker.trip(reason, now) or opened
+        if opened:
             self._suspend(secondary)
 
     def note_late_read(self, secondary: SecondaryTier) -> None:
@@ -355,6 +374,15 @@ class SecondaryTiers:
         secondary.next_check = self._context.timers.at(
             since + self._period_seconds, partial(self._probe, secondary)
         )
+
+    def check_suspended(self, cause: str) -> None:
+        """Checks tiers that are suspended for this cause now, not when their period has passed."""
+        for secondary in self.all:
+            waiting = secondary.next_check
+            if secondary.breaker.open and secondary.breaker.cause == cause and waiting is not None:
+                waiting.cancel()
+                secondary.checked_at = self._context.clock()
+                self._probe(secondary)
 
     def _probe(self, secondary: SecondaryTier) -> None:
         secondary.next_check = None
@@ -472,4 +500,5 @@ class SecondaryTiers:
             secondary.breaker.cause,
             secondary.breaker.since,
             secondary.late_reads,
+            *secondary.tier.volume(),
         )

@@ -193,6 +193,11 @@ class TierStore:
         """Applies live settings."""
         self._planner.configure(live)
         self._tiers.configure(live)
+        self._writes.configured()
+
+    def check_suspended(self, cause: str) -> None:
+        """The cause for which tiers were suspended is gone: they are checked at once."""
+        self._tiers.check_suspended(cause)
 
     # Stores.
 
@@ -301,13 +306,14 @@ class TierStore:
         context.timers.run_due(context.clock())
         if self._recovered.restoring:
             self._restore_next()
+        self._writes.run()
         if not context.fenced:
             self._allocator.run()
 
     def next_wake(self) -> float | None:
         """When ``pump`` has something to do apart from I/O, in seconds of the store's clock; None:
         never."""
-        if self._index.busy or self._recovered.restoring:
+        if self._index.busy or self._recovered.restoring or self._writes.busy:
             return self._context.clock()
         return self._context.timers.next_due()
 
@@ -332,8 +338,8 @@ class TierStore:
         return len(self._resident)
 
     def pending_stores(self) -> int:
-        """Objects that wait for a checksum, and writes that wait or run. A shutdown may wait for
-        these."""
+        """Objects that wait for a checksum, and writes that wait, in the backlog as well, or run. A
+        shutdown waits for these while their number falls."""
         return len(self._checksummer) + len(self._writes)
 
     def tier_states(self) -> list[StoreTierState]:

@@ -4,8 +4,9 @@
 secondary tiers. An object is pinned while it waits for its checksum and while it is hashed.
 
 ``WriteThrough`` writes objects to the tiers whose store policy asks for them. Writes have their own
-queues and threads and never delay a read. A write that exceeds a tier's pending bytes waits in a
-backlog of objects that lie in RAM. The backlog pins nothing, and is drawn from as writes end.
+queues and threads and never delay a read. A write that exceeds a tier's pending bytes or its write
+budget waits in a backlog of objects that lie in RAM. The backlog pins nothing, and is drawn from as
+writes end and as the budget grows.
 
 Only the store's thread uses this module, except ``hash_object``.
 """
@@ -13,12 +14,13 @@ Only the store's thread uses this module, except ``hash_object``.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 
 from kvtier.config.models import StorePolicy
-from kvtier.store.context import StoreContext
+from kvtier.store.context import StoreContext, Timer
 from kvtier.store.executor import IoCall
 from kvtier.store.memory_tier import ResidentObjects
 from kvtier.store.secondary_tier import SecondaryTier, SecondaryTiers, WriteBudget, reason_of
@@ -29,6 +31,8 @@ from kvtier.tiers.checksum import Checksum
 HASH_LANE = "hash"
 CHECKSUM_BIT = 1
 """In ``Entry.busy``: the checksum is being computed. The other bits are those of tiers."""
+MISSING_PER_RUN = 1_024
+"""Objects that ``WriteThrough.run`` considers at a time: about a millisecond."""
 MAX_SUBMITTED = 4
 """Calls at the executor at a time: enough to keep two threads busy."""
 
@@ -59,6 +63,9 @@ class _Backlog:
         self._resident = resident
         self._on_lost = on_lost
         self._waiting: OrderedDict[Entry, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
 
     def _drop_evicted(self, entry: Entry) -> bool:
         if self._resident.get(entry.namespace, entry.key) is entry and not entry.evicting:
@@ -112,12 +119,42 @@ class WriteThrough:
             for secondary in tiers.all
         }
         self._budgets = {secondary.index: WriteBudget(context.clock) for secondary in tiers.all}
+        self._budget_timers: dict[int, Timer] = {}
+        """By tier: when the budget allows the next write of the backlog."""
+        self._missing: Iterator[Entry] | None = None
+        """Objects that were stored while some tier was not available."""
         tiers.on_suspend(self._suspend_tier)
         tiers.on_available(self._write_missing)
 
     def __len__(self) -> int:
-        """Writes that wait or run."""
-        return len(self._writes)
+        """Writes that run or wait, in the backlog as well."""
+        return len(self._writes) + sum(map(len, self._backlogs.values()))
+
+    @property
+    def busy(self) -> bool:
+        """Whether ``run`` has something to do."""
+        return self._missing is not None
+
+    def run(self) -> None:
+        """Considers the next objects that were stored while some tier was not available."""
+        if self._missing is None:
+            return
+        part = list(islice(self._missing, MISSING_PER_RUN))
+        for entry in part:
+            if (
+                self._resident.get(entry.namespace, entry.key) is entry
+                and entry.meta is not None
+                and not entry.evicting
+            ):
+                self.maybe_write(entry)
+        if len(part) < MISSING_PER_RUN:
+            self._missing = None
+
+    def configured(self) -> None:
+        """Live settings have changed: what waits for a budget may be written at once."""
+        for secondary in self._tiers.all:
+            self._stop_timer(secondary)
+            self._draw(secondary)
 
     def maybe_write(self, entry: Entry) -> None:
         """Writes an object with checksums to every tier whose policy asks for it and that does not
@@ -139,17 +176,20 @@ class WriteThrough:
     def _write_missing(self) -> None:
         """A tier has become available. Writes what was stored before, which would otherwise wait
         for its next use."""
-        for entry in list(self._resident.entries()):
-            if entry.meta is not None and not entry.evicting:
-                self.maybe_write(entry)
+        self._missing = iter(list(self._resident.entries()))
+        self.run()
 
     def _write(self, secondary: SecondaryTier, entry: Entry, meta: ObjectMeta) -> None:
         context, size = self._context, meta.payload_bytes
         refused = self._refused(secondary, size)
-        if refused == "too_many_pending" and secondary.pending_store_bytes:
+        waits = refused == "write_budget" or (
             # Some write is in progress, whose end draws from the backlog.
+            refused == "too_many_pending" and secondary.pending_store_bytes
+        )
+        if waits:
             if self._backlogs[secondary.index].add(entry):
-                context.count("tier_writes_postponed", secondary.name)
+                context.count("tier_writes_postponed", secondary.name, refused)
+            self._await_budget(secondary)
             return
         if refused:
             context.count("tier_writes_dropped", secondary.name, refused)
@@ -205,8 +245,32 @@ class WriteThrough:
             size = 0 if entry.meta is None else entry.meta.payload_bytes
             if secondary.pending_store_bytes and not self._has_room(secondary, size):
                 return
+            if self._await_budget(secondary):
+                return
             backlog.remove(entry)
             self.maybe_write(entry)
+
+    def _await_budget(self, secondary: SecondaryTier) -> bool:
+        """Draws from the backlog again when the tier's budget allows a write; False if it does."""
+        rate = secondary.settings.max_write_bytes_per_second
+        seconds = self._budgets[secondary.index].seconds_until_free(rate)
+        if seconds <= 0:
+            return False
+        if secondary.index not in self._budget_timers:
+
+            def draw() -> None:
+                self._budget_timers.pop(secondary.index, None)
+                self._draw(secondary)
+
+            self._budget_timers[secondary.index] = self._context.timers.at(
+                self._context.clock() + seconds, draw
+            )
+        return True
+
+    def _stop_timer(self, secondary: SecondaryTier) -> None:
+        timer = self._budget_timers.pop(secondary.index, None)
+        if timer is not None:
+            timer.cancel()
 
     def _release(self, secondary: SecondaryTier, entry: Entry, size: int) -> None:
         del self._writes[secondary.index, entry]
@@ -245,8 +309,8 @@ class Checksummer:
         self.pending_bytes = 0
 
     def __len__(self) -> int:
-        """Objects that wait or are being hashed."""
-        return len(self._queue) + self._submitted
+        """Objects that wait, in the backlog as well, or are being hashed."""
+        return len(self._queue) + self._submitted + len(self._backlog)
 
     def persist(self, entry: Entry) -> None:
         """Brings an object that was stored or used to the secondary tiers: computes its checksum,

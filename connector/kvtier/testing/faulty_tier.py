@@ -127,6 +127,10 @@ class FaultyTier(Tier):
         """Passes the call on without a fault."""
         return self.inner.usage()
 
+    def volume(self) -> tuple[int, int]:
+        """Passes the call on without a fault."""
+        return self.inner.volume()
+
     def touch(self, ref: ObjectRef, previous: bytes = b"") -> None:
         """Passes the call on without a fault."""
         self.inner.touch(ref, previous)

@@ -26,7 +26,7 @@ import zmq
 from kvtier import __version__
 from kvtier.config.loader import load
 from kvtier.config.models import Daemon, Topology
-from kvtier.errors import KVTierError
+from kvtier.errors import KVTierError, TierKeyMissingError
 from kvtier.namespace import derive_namespace
 from kvtier.processes import Liveness, ProcessIdentity, liveness_of
 from kvtier.store.context import StoreRuntime
@@ -138,6 +138,7 @@ class TierDaemon:
             options.topology_directory, structural, options.structural is not None
         )
         self._live = self._topology.live
+        self._key_generation = 0
 
     # For any thread.
 
@@ -225,6 +226,9 @@ class TierDaemon:
             self._pool_start = PoolAllocation(run, self._topology.structural, loop.wake)
             self._live_config.poll()
             self._live_config.start()
+            if self._built.keys is not None:
+                self._built.keys.poll()
+                self._built.keys.start()
             _log.info(
                 "tierd %s serves run directory %s, epoch %d", __version__, run.path, self._epoch
             )
@@ -252,6 +256,7 @@ class TierDaemon:
                 )
             self._open_store_when_allocated(loop, fence)
             self._apply_live(loop)
+            self._apply_keys(loop)
             self._reporter.update(now, lambda: self._snapshot_inputs(loop, fence))
             if self._is_finished(loop, now):
                 return
@@ -329,6 +334,15 @@ class TierDaemon:
         if error is not None:
             self._counters.add("namespace_descriptions_failed")
             _log.warning("cannot write the description of a namespace: %s", error)
+
+    def _apply_keys(self, loop: ServerLoop) -> None:
+        """Tiers that were suspended without keys are tried at once when keys appear."""
+        keys = self._built.keys
+        if keys is None or loop.dispatcher is None or keys.generation == self._key_generation:
+            return
+        self._key_generation = keys.generation
+        if keys.available:
+            loop.dispatcher.store.check_suspended(TierKeyMissingError.reason)
 
     def _apply_live(self, loop: ServerLoop) -> None:
         live = self._live_config.live
@@ -411,6 +425,8 @@ class TierDaemon:
 
     def _close_parts(self) -> None:
         self._live_config.stop()
+        if self._built.keys is not None:
+            self._built.keys.stop()
         self._reporter.close()
         if self._io is not None:
             self._io.close()

@@ -182,7 +182,7 @@ def _populate_file(descriptor: int, wanted: int, keep_going: Callable[[], bool])
             filled = _populate_pieces(populate, (done, end), keep_going)
     finally:
         if filled < end:
-            # Nobody has mapped this part: its size was not published.
+            # No process has mapped this part: its size was not published.
             os.ftruncate(descriptor, filled)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from kvtier import __version__
 from kvtier.config.models import Daemon, Live, Structural
-from kvtier.files import replace_file
+from kvtier.files import replace_file, volume_bytes
 from kvtier.store.store import TierStore
 from kvtier.store.types import StoreCounters
 from kvtier.tierd.host_pool import PoolFile
@@ -36,7 +36,7 @@ from kvtier.tierd.status import (
     metrics_text,
     status_json,
 )
-from kvtier.tierd.tier_factory import BuiltTiers
+from kvtier.tierd.tier_factory import BuiltTiers, key_condition
 
 SNAPSHOT_SECONDS = 0.5
 HTTP_RETRY_SECONDS = 10.0
@@ -169,6 +169,7 @@ class Reporter:
         if inputs.pool is not None:
             pool["touched"] = inputs.pool.touched_bytes
         policy = self._structural.policy
+        run_volume = volume_bytes(self._run_directory) or (0, 0)
         recent, total = inputs.hits.recent(self._clock()), inputs.hits.total
         return Snapshot(
             version=__version__,
@@ -188,6 +189,8 @@ class Reporter:
             awaited_workers=inputs.awaited_workers,
             pending_stores=0 if store is None else store.pending_stores(),
             pool=pool,
+            run_volume_bytes=run_volume[0],
+            run_volume_available_bytes=run_volume[1],
             conditions=self._conditions(inputs),
             events=dict(inputs.counters.values),
         )
@@ -218,6 +221,8 @@ class Reporter:
                     hit_tokens=recent.of(index),
                     hit_tokens_total=total.of(index),
                     cause=state.cause,
+                    volume_bytes=state.volume_bytes,
+                    volume_available_bytes=state.volume_available_bytes,
                 )
             )
         return tuple(found)
@@ -237,6 +242,9 @@ class Reporter:
             found.append(StatusCondition("PoolMissing", inputs.pool_error))
         if inputs.pool is not None and inputs.pool.size.condition:
             found.append(StatusCondition("PoolSmaller", inputs.pool.size.condition))
+        about_keys = key_condition(inputs.built.keys)
+        if about_keys is not None:
+            found.append(about_keys)
         if self._http_error:
             found.append(StatusCondition("HttpNotServed", self._http_error))
         if self._port_taken:

@@ -296,7 +296,7 @@ class Sessions:
 
     def _reattach(self, engine: EngineSessions, there: Session, hello: Hello, now: float) -> None:
         drained = there.is_scheduler or hello.drained_epoch >= there.worker.epoch
-        self._counters.add("sessions_replaced", "", "" if drained else "not_drained")
+        self._counters.add("sessions_replaced", "", "drained" if drained else "not_drained")
         if engine.open or engine.ending:
             self._close_engine(
                 engine, now, f"{there.title} reattached", proven=[there] if drained else []

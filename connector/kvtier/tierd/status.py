@@ -18,6 +18,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
+from kvtier.store.counters import COUNTERS, UNREGISTERED
+
 WINDOW_SECONDS = 300.0
 INTERVAL_SECONDS = 5.0
 MAX_ENGINES = 256
@@ -103,6 +105,12 @@ class HitCounters:
 
 
 STATES = ("Healthy", "Degraded", "BreakerOpen", "Unknown")
+CONDITIONS = (
+    "Draining", "HttpNotServed", "HttpPortTaken", "LiveValuesRefused", "PoolMissing", "PoolSmaller",
+    "StorageGroupMissing", "StructuralChanged", "TierNotServed", "TierdNotRunning",
+    "TopologyNotAccepted",
+)  # fmt: skip
+"""Types of ``StatusCondition``. Each is a series of ``kvtier_condition`` from the start."""
 METRICS_CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 
@@ -120,6 +128,9 @@ class TierSnapshot:
     late_reads: int = 0
     last_error: str = ""
     cause: str = ""
+    volume_bytes: int = 0
+    """Size of the file system that the tier is on; 0 while it is unknown."""
+    volume_available_bytes: int = 0
     hit_tokens: int = 0
     """Prompt tokens that were loaded from it in the last five minutes."""
     hit_tokens_total: int = 0
@@ -170,6 +181,9 @@ class Snapshot:
     awaited_workers: int = 0
     pending_stores: int = 0
     pool: dict[str, int] = field(default_factory=dict)
+    run_volume_bytes: int = 0
+    """Size of the volume of the run directory, which holds the pool."""
+    run_volume_available_bytes: int = 0
     conditions: tuple[StatusCondition, ...] = ()
     events: dict[tuple[str, str, str], int] = field(default_factory=dict)
 
@@ -218,14 +232,30 @@ class _SnapshotCollector(Collector):
         self._snapshot = snapshot
 
     def collect(self) -> Iterable[Metric]:
-        snapshot = self._snapshot
-        used = GaugeMetricFamily("kvtier_tier_used_bytes", "Bytes used by a tier.", labels=["tier"])
-        capacity = GaugeMetricFamily(
-            "kvtier_tier_capacity_bytes", "Bytes a tier may use.", labels=["tier"]
+        yield from self._tier_metrics()
+        yield from self._process_metrics()
+        yield from self._event_metrics()
+
+    def _tier_metrics(self) -> Iterable[Metric]:
+        tiers = self._snapshot.tiers
+        for name, text, field_name in (
+            ("used_bytes", "Bytes used by a tier.", "used_bytes"),
+            ("capacity_bytes", "Bytes a tier may use.", "capacity_bytes"),
+            ("objects", "Objects in a tier.", "objects"),
+            ("pending_store_bytes", "Bytes of pending stores to a tier.", "pending_store_bytes"),
+            ("late_reads_running", "Reads that hang now, by tier.", "late_reads"),
+        ):
+            gauge = GaugeMetricFamily(f"kvtier_tier_{name}", text, labels=["tier"])
+            for tier in tiers:
+                gauge.add_metric([tier.name], getattr(tier, field_name))
+            yield gauge
+        size = GaugeMetricFamily(
+            "kvtier_tier_volume_size_bytes", "Size of a tier's file system.", labels=["tier"]
         )
-        objects = GaugeMetricFamily("kvtier_tier_objects", "Objects in a tier.", labels=["tier"])
-        pending = GaugeMetricFamily(
-            "kvtier_tier_pending_store_bytes", "Bytes of pending stores to a tier.", labels=["tier"]
+        available = GaugeMetricFamily(
+            "kvtier_tier_volume_available_bytes",
+            "Bytes that are free on a tier's file system.",
+            labels=["tier"],
         )
         state = GaugeMetricFamily(
             "kvtier_tier_state",
@@ -237,38 +267,57 @@ class _SnapshotCollector(Collector):
             "Prompt tokens loaded from a tier instead of computed.",
             labels=["tier"],
         )
-        for tier in snapshot.tiers:
+        for tier in tiers:
             loaded.add_metric([tier.name], tier.hit_tokens_total)
-            used.add_metric([tier.name], tier.used_bytes)
-            capacity.add_metric([tier.name], tier.capacity_bytes)
-            objects.add_metric([tier.name], tier.objects)
-            pending.add_metric([tier.name], tier.pending_store_bytes)
+            if tier.volume_bytes:
+                size.add_metric([tier.name], tier.volume_bytes)
+                available.add_metric([tier.name], tier.volume_available_bytes)
             for name in STATES:
                 state.add_metric([tier.name, name], float(tier.state == name))
+        yield from (size, available, state, loaded)
+
+    def _process_metrics(self) -> Iterable[Metric]:
+        snapshot = self._snapshot
+        info = GaugeMetricFamily(
+            "kvtier_tierd_info",
+            "Version and policy of tierd; always 1.",
+            labels=["version", "policy_namespace", "policy"],
+        )
+        namespace, _, policy = snapshot.policy.partition("/")
+        info.add_metric([snapshot.version, namespace, policy], 1)
+        yield info
         pool = GaugeMetricFamily(
             "kvtier_pool_bytes", "Bytes of the host pool, by use.", labels=["use"]
         )
         for use, size in snapshot.pool.items():
             pool.add_metric([use], size)
+        yield pool
         sessions = GaugeMetricFamily(
             "kvtier_sessions", "Attached engine processes, by role.", labels=["role"]
         )
         for role in ("scheduler", "worker"):
             sessions.add_metric([role], sum(session.role == role for session in snapshot.sessions))
-        events = CounterMetricFamily(
-            "kvtier_events",
-            "Internal events, by name, tier and reason.",
-            labels=["name", "tier", "reason"],
+        yield sessions
+        conditions = GaugeMetricFamily(
+            "kvtier_condition",
+            "Conditions that may need action: 1 if the condition holds, else 0.",
+            labels=["type"],
         )
-        for labels, value in sorted(snapshot.events.items()):
-            events.add_metric(list(labels), value)
-        refused = CounterMetricFamily("kvtier_live_refused", "Rejected live values.")
-        refused.add_metric([], snapshot.live_refused_total)
-        prompts = CounterMetricFamily("kvtier_prompt_tokens", "Prompt tokens scheduled by engines.")
-        prompts.add_metric([], snapshot.prompt_tokens_total)
-        yield from (loaded, prompts)
-        yield from (used, capacity, objects, pending, state, pool, sessions, events, refused)
+        holding = {condition.type for condition in snapshot.conditions}
+        for name in sorted({*CONDITIONS, *holding}):
+            conditions.add_metric([name], float(name in holding))
+        yield conditions
         for name, text, number in (
+            (
+                "kvtier_run_volume_size_bytes",
+                "Size of the volume of the run directory, which holds the pool.",
+                snapshot.run_volume_bytes,
+            ),
+            (
+                "kvtier_run_volume_available_bytes",
+                "Bytes that are free on the volume of the run directory.",
+                snapshot.run_volume_available_bytes,
+            ),
             (
                 "kvtier_live_generation",
                 "Generation of the live values in effect.",
@@ -285,15 +334,28 @@ class _SnapshotCollector(Collector):
                 "Processes whose slots are in quarantine.",
                 snapshot.quarantined_processes,
             ),
-            (
-                "kvtier_conditions",
-                "Conditions that need attention.",
-                len(snapshot.conditions),
-            ),
         ):
             gauge = GaugeMetricFamily(name, text)
             gauge.add_metric([], number)
             yield gauge
+
+    def _event_metrics(self) -> Iterable[Metric]:
+        snapshot = self._snapshot
+        refused = CounterMetricFamily("kvtier_live_refused", "Rejected live values.")
+        refused.add_metric([], snapshot.live_refused_total)
+        prompts = CounterMetricFamily("kvtier_prompt_tokens", "Prompt tokens scheduled by engines.")
+        prompts.add_metric([], snapshot.prompt_tokens_total)
+        yield from (refused, prompts)
+        families: dict[str, CounterMetricFamily] = {}
+        for (name, tier, reason), value in sorted(snapshot.events.items()):
+            row = COUNTERS.get(name, UNREGISTERED)
+            if name not in families:
+                families[name] = CounterMetricFamily(
+                    f"kvtier_{name}", row.help, labels=list(row.labels)
+                )
+            labels = {"tier": tier, "reason": reason}
+            families[name].add_metric([labels[each] for each in row.labels], value)
+        yield from families.values()
 
 
 def metrics_text(snapshot: Snapshot) -> bytes:

@@ -244,6 +244,15 @@ class Supervisor:
         self._thread = threading.Thread(target=self._run, name="kvtier-supervisor", daemon=True)
         self._thread.start()
 
+    def abandon(self, timeout_seconds: float) -> None:
+        """Ends supervision and the tierd that this process has started: no engine will attach."""
+        self._stop.set()
+        child = self.child
+        if child:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGTERM)
+        self.stop(timeout_seconds)
+
     def stop(self, timeout_seconds: float) -> None:
         """Ends supervision when the engine ends, and removes the run directory if no other process
         uses it.

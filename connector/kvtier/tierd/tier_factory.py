@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.config.models import (
+    Encryption,
     FileSystemTierDocument,
     LiveTier,
     LMCacheTierDocument,
@@ -29,6 +30,8 @@ from kvtier.config.models import (
 from kvtier.errors import KVTierError
 from kvtier.tierd.status import StatusCondition
 from kvtier.tiers.base import Tier, TierLimits
+from kvtier.tiers.filesystem.seal import Sealing, require_cipher
+from kvtier.tiers.isolation_keys import KeyRing
 
 _log = logging.getLogger("kvtier.tierd")
 WrapTier = Callable[[Tier], Tier]
@@ -37,11 +40,13 @@ WrapTier = Callable[[Tier], Tier]
 @dataclass(frozen=True, slots=True)
 class BuiltTiers:
     """``tiers``: the secondary tiers, in the document's order. ``missing``: documents of those that
-    could not be built."""
+    could not be built. ``keys``: those of ``isolation.keySecretRef``, not read yet; None if objects
+    in file tiers are not sealed."""
 
     tiers: tuple[Tier, ...]
     missing: tuple[TierDocument, ...]
     conditions: tuple[StatusCondition, ...]
+    keys: KeyRing | None = None
 
 
 def memory_document(structural: Structural) -> MemoryTierDocument:
@@ -96,11 +101,13 @@ def build_tiers(topology: Topology, wrap: WrapTier | None = None) -> BuiltTiers:
     gid, said = storage_group(topology.structural.storage_gid)
     has_files = _file_tiers(topology) > 0
     conditions: list[StatusCondition] = list(said) if has_files else []
+    directory = topology.structural.isolation.key_directory
+    keys = KeyRing(Path(directory)) if directory is not None and has_files else None
     for document in topology.structural.tiers:
         if isinstance(document, MemoryTierDocument):
             continue
         try:
-            tier = _build(document, topology, gid)
+            tier = _build(document, topology, gid, keys)
         except (KVTierError, ImportError, OSError, ValueError) as error:
             _log.error("cannot build tier %s: %s", document.name, error)
             missing.append(document)
@@ -110,7 +117,7 @@ def build_tiers(topology: Topology, wrap: WrapTier | None = None) -> BuiltTiers:
         if limitation:
             conditions.append(StatusCondition("TierLimited", f"tier {document.name}: {limitation}"))
         tiers.append(tier if wrap is None else wrap(tier))
-    return BuiltTiers(tuple(tiers), tuple(missing), tuple(conditions))
+    return BuiltTiers(tuple(tiers), tuple(missing), tuple(conditions), keys)
 
 
 def _file_tiers(topology: Topology) -> int:
@@ -126,7 +133,32 @@ def _indexed_tiers(topology: Topology) -> int:
     )
 
 
-def _build(document: TierDocument, topology: Topology, gid: int | None) -> Tier:
+def key_condition(keys: KeyRing | None) -> StatusCondition | None:
+    """What is wrong with the keys; None if nothing is."""
+    if keys is None or not keys.problem:
+        return None
+    if keys.available:
+        return StatusCondition("KeyInvalid", keys.problem)
+    return StatusCondition(
+        "KeyMissing", f"file tiers are suspended until their keys are available: {keys.problem}"
+    )
+
+
+def _sealing(topology: Topology, keys: KeyRing | None) -> Sealing | None:
+    """Raises ``KVTierError`` if the settings cannot be followed."""
+    encrypt = topology.structural.isolation.encryption is not Encryption.NONE
+    if keys is None:
+        if encrypt:
+            raise KVTierError("isolation.encryption requires isolation.keyDirectory")
+        return None
+    if encrypt:
+        require_cipher()
+    return Sealing(keys.keys, encrypt)
+
+
+def _build(
+    document: TierDocument, topology: Topology, gid: int | None, keys: KeyRing | None
+) -> Tier:
     from kvtier.tiers.filesystem.index import MAX_INDEXED_OBJECTS
 
     live = topology.live.tiers.get(document.name, LiveTier())
@@ -135,8 +167,19 @@ def _build(document: TierDocument, topology: Topology, gid: int | None) -> Tier:
     if isinstance(document, FileSystemTierDocument):
         from kvtier.tiers.filesystem import FileSystemTier
 
-        return FileSystemTier(document, limits_of(live), gid, max_objects=share)
+        tier = FileSystemTier(
+            document,
+            limits_of(live),
+            gid,
+            max_objects=share,
+            sealing=_sealing(topology, keys),
+        )
+        if keys is not None:
+            keys.on_change(tier.keys_changed)
+        return tier
     if isinstance(document, LMCacheTierDocument):
+        if topology.structural.isolation.key_directory is not None:
+            raise KVTierError("objects in lmcache tiers cannot be protected by isolation keys")
         from kvtier.tiers.lmcache import LMCacheTier
 
         return LMCacheTier(document, limits_of(live), max_objects=share)

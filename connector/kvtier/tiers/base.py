@@ -140,6 +140,11 @@ class Tier(ABC):
     def usage(self) -> TierUsage:
         """What the tier holds. No I/O."""
 
+    def volume(self) -> tuple[int, int]:
+        """Size and free bytes of the file system that the tier is on, as of the last maintenance;
+        zeros while they are unknown. No I/O."""
+        return 0, 0
+
     @abstractmethod
     def probe(self, ref: ObjectRef) -> bool:
         """Looks up an object in the storage itself, and indexes it if it exists."""

@@ -95,6 +95,8 @@ class Reason(StrEnum):
     BREAKER_OPEN = "BreakerOpen"
     TIER_NOT_SERVED = "TierNotServed"
     POOL_MISSING = "PoolMissing"
+    KEY_MISSING = "KeyMissing"
+    KEY_INVALID = "KeyInvalid"
     STUCK_TERMINATING = "StuckTerminating"
 
 

@@ -9,11 +9,13 @@ from typing import Annotated, ClassVar
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
+from kvtier.config.models import Encryption
 from kvtier_operator.api.base import (
     LIVE,
     RFC1123_SUBDOMAIN,
     STRUCTURAL,
     Accepts,
+    ErrorType,
     Integer,
     Model,
     NonNegativeQuantity,
@@ -82,7 +84,11 @@ class KeySecretReference(Model):
         Field(
             max_length=253,
             pattern=f"^$|{RFC1123_SUBDOMAIN}",
-            description="Name of the Secret. If empty, objects have no keyed tag.",
+            description=(
+                "Name of the Secret. Each entry is a key of 32 bytes or more, named by its id; the "
+                "entry current holds the id of the key for new objects. If empty, objects have no "
+                "keyed tag."
+            ),
         ),
         Accepts(
             "empty, or the name of a Kubernetes object: lower-case letters, digits, - and ., at "
@@ -91,8 +97,19 @@ class KeySecretReference(Model):
     ] = ""
 
 
+def _encryption_needs_keys(isolation: Isolation) -> Iterator[Violation]:
+    if isolation.encryption is not Encryption.NONE and not isolation.key_secret_ref.name:
+        yield Violation(
+            ("keySecretRef", "name"),
+            "",
+            f"must be set if encryption is {isolation.encryption.value}",
+            ErrorType.REQUIRED,
+        )
+
+
 class Isolation(Model):
-    """Isolation of objects, in addition to what the engine's hashes ensure."""
+    """Isolation of objects, in addition to what the engine's hashes ensure, and their protection in
+    file tiers."""
 
     salt: Annotated[
         str,
@@ -119,8 +136,36 @@ class Isolation(Model):
     key_secret_ref: Annotated[
         KeySecretReference,
         STRUCTURAL,
-        Field(description="Secret with the key of the tags of objects in shared directories."),
+        Field(
+            description=(
+                "Secret with the keys that protect objects in file tiers. Every object carries a "
+                "keyed tag, and an object whose tag is not proven is a miss. Without the Secret "
+                "file tiers are suspended."
+            )
+        ),
     ] = KeySecretReference()
+    encryption: Annotated[
+        Encryption,
+        STRUCTURAL,
+        Field(
+            description=(
+                "How new objects in file tiers are encrypted, with the keys of keySecretRef. "
+                "Objects written with another setting can be read."
+            )
+        ),
+    ] = Encryption.NONE
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            name="encryption-needs-keys",
+            check=_encryption_needs_keys,
+            cel="!has(self.encryption) || self.encryption == 'None' || "
+            "(has(self.keySecretRef) && has(self.keySecretRef.name) && "
+            "self.keySecretRef.name.size() > 0)",
+            message="must be set if encryption is not None",
+            field_path=".keySecretRef",
+        ),
+    )
 
 
 class Security(Model):

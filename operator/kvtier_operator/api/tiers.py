@@ -379,7 +379,7 @@ class TierSpec(Model):
         NonNegativeQuantity,
         LIVE,
         Field(
-            description="Maximum size of pending stores. Further stores are dropped and counted."
+            description="Maximum size of stores that are being written. Further stores wait in RAM."
         ),
     ] = Quantity.parse("1Gi")
     max_write_bytes_per_second: Annotated[
@@ -388,7 +388,7 @@ class TierSpec(Model):
         Field(
             description=(
                 "Maximum average write rate, to reduce flash wear or network load. Further stores "
-                "are dropped and counted. If not set, there is no limit. No effect on memory."
+                "wait in RAM. If not set, there is no limit. No effect on memory."
             )
         ),
     ] = None

@@ -17,9 +17,9 @@ from kvtier_operator.api.base import Path
 from kvtier_operator.api.engine import Connector
 from kvtier_operator.api.fields import ITEM, dotted, fields_of
 from kvtier_operator.api.policy import KVTierPolicy
+from kvtier_operator.api.settings import RolloutStrategy
 
 NOT_ENFORCED: Final[dict[str, str]] = {
-    "spec.isolation.keySecretRef.name": "objects in shared directories have no keyed tag",
     "spec.monitoring.podMonitor": "no PodMonitor is created; enable the chart's monitors instead",
     "spec.tiers[].lookupTimeoutMilliseconds": "loadTimeoutSeconds includes the time of lookups",
     "spec.tiers[].lmcache": "KVTier's connector has no LMCache tiers; engines run without it",
@@ -32,6 +32,12 @@ BY_CONNECTOR: Final[dict[str, frozenset[Connector]]] = {
 """Connectors that implement a listed field, or that reject it themselves."""
 
 
+NO_RESTARTS: Final = (
+    "spec.rollout.strategy: has no effect: rollout.enabled is false in the values of the chart, so "
+    "the operator may not restart workloads"
+)
+
+
 def is_listed(pattern: str) -> bool:
     """Whether a field (``spec.tiers[].lmcache.url``) is listed, or is in an object that is."""
     return any(
@@ -40,10 +46,14 @@ def is_listed(pattern: str) -> bool:
     )
 
 
-def not_enforced(policy: KVTierPolicy) -> list[str]:
-    """One message for each listed field that the policy sets: ``spec.tiers[1].lmcache: ...``."""
+def not_enforced(policy: KVTierPolicy, may_restart: bool) -> list[str]:
+    """One message for each field that the policy sets and that has no effect:
+    ``spec.tiers[1].lmcache: ...``. ``may_restart``: whether the operator may restart workloads.
+    """
     connector = policy.spec.engine.connector
-    return [
+    restarts = policy.spec.rollout.strategy is RolloutStrategy.RESTART_WORKLOADS
+    found = [NO_RESTARTS] if restarts and not may_restart else []
+    return found + [
         f"{dotted(path)}: has no effect in this version: {NOT_ENFORCED[pattern]}"
         for pattern, path in _written(policy, "", ())
         if connector not in BY_CONNECTOR.get(pattern, frozenset())

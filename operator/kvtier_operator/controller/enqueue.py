@@ -40,7 +40,8 @@ MANAGED = ",".join(f"{key}={value}" for key, value in MANAGED_BY.items())
 
 def watches(settings: Settings) -> list[Watch]:
     """The watches for the settings. PersistentVolumes are included only if the operator may create
-    them, because otherwise it has no right to list them.
+    them, and Deployments and LeaderWorkerSets only if it may restart workloads, because otherwise
+    it has no right to list them.
     """
     spaces = settings.watch_namespaces
     found = [
@@ -50,10 +51,13 @@ def watches(settings: Settings) -> list[Watch]:
         Watch(CLAIMS, spaces),
         Watch(EVENTS, spaces, fields="reason=FailedCreate"),
         Watch(REPLICA_SETS, spaces, trim=trim.workload),
-        Watch(DEPLOYMENTS, spaces, trim=trim.workload),
         Watch(STATEFUL_SETS, spaces, trim=trim.workload),
-        Watch(LEADER_WORKER_SETS, spaces, optional=True, trim=trim.workload),
     ]
+    if settings.rollout.enabled:
+        found += [
+            Watch(DEPLOYMENTS, spaces, trim=trim.workload),
+            Watch(LEADER_WORKER_SETS, spaces, optional=True, trim=trim.workload),
+        ]
     if settings.storage.create_volumes:
         found.append(Watch(VOLUMES, labels=MANAGED))
     return found

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvtier_operator.api.conditions import ConditionType
 from kvtier_operator.api.status import PolicyStatus
 from kvtier_operator.controller.events import EventRecorder
 from kvtier_operator.controller.pods.poll import PodPoller
@@ -22,7 +23,18 @@ RECONCILE_ERRORS = (
     "ServerTimeout", "TooManyRequests", "InternalError", "ServiceUnavailable",
 )  # fmt: skip
 """Reasons that exist from the start at 0, so that ``increase()`` sees the first error."""
-POD_STATES = ("selected", "attached", "current", "outdated", "skipped", "tuned")
+POD_COUNTS = {
+    "selected": "Pods that the policy selects.",
+    "attached": "Selected pods that use their tiers.",
+    "current": "Attached pods that have the policy's current structure.",
+    "outdated": "Attached pods that have an earlier structure, until they are replaced.",
+    "skipped": "Selected pods that were admitted without tiers.",
+    "tuned": "Attached pods that apply the current live values.",
+}
+"""Fields of ``PodCounts``. A pod is in several of them, so each is a metric of its own."""
+CONDITION_VALUES = {"True": 1.0, "False": 0.0, "Unknown": -1.0}
+POLICY_LABELS = ("policy_namespace", "policy")
+"""Not ``namespace``, which Prometheus sets to the namespace of the operator's pod."""
 
 
 class ControllerMetrics:
@@ -32,7 +44,7 @@ class ControllerMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.seconds = Histogram(
-            "kvtier_operator_reconcile_seconds",
+            "kvtier_operator_reconcile_duration_seconds",
             "Duration of one reconcile of a policy, from reading the cache to writing its status.",
             buckets=RECONCILE_BUCKETS_SECONDS,
             registry=registry,
@@ -103,27 +115,34 @@ class PolicyMetrics(Collector):
             self._queue_depth(),
         )
         counts: dict[tuple[str, str], int] = {}
-        pods = GaugeMetricFamily(
-            "kvtier_operator_policy_pods",
-            "Pods of a policy, by state: selected, attached, current, outdated, skipped, tuned.",
-            labels=["namespace", "policy", "state"],
+        values = GaugeMetricFamily(
+            "kvtier_operator_policy_condition",
+            "Conditions of a policy: 1 for True, 0 for False, -1 for Unknown.",
+            labels=[*POLICY_LABELS, "condition"],
         )
-        for (namespace, name), status in self._statuses():
+        pods = {
+            field: GaugeMetricFamily(
+                f"kvtier_operator_policy_{field}_pods", text, labels=POLICY_LABELS
+            )
+            for field, text in POD_COUNTS.items()
+        }
+        for key, status in self._statuses():
             for condition in status.conditions or ():
-                key = (condition.type, condition.status)
-                counts[key] = counts.get(key, 0) + 1
+                values.add_metric([*key, condition.type], CONDITION_VALUES[condition.status])
+                counted = (condition.type, condition.status)
+                counts[counted] = counts.get(counted, 0) + 1
             if status.pods is not None:
-                for state in POD_STATES:
-                    pods.add_metric([namespace, name, state], getattr(status.pods, state))
+                for field, gauge in pods.items():
+                    gauge.add_metric(key, getattr(status.pods, field))
         policies = GaugeMetricFamily(
             "kvtier_operator_policies",
             "Policies, by condition and its status.",
             labels=["condition", "status"],
         )
-        for (condition_type, condition_status), count in sorted(counts.items()):
-            policies.add_metric([condition_type, condition_status], count)
-        yield policies
-        yield pods
+        for condition_type in ConditionType:
+            for name in CONDITION_VALUES:
+                policies.add_metric([condition_type, name], counts.get((condition_type, name), 0))
+        yield from (policies, values, *pods.values())
 
 
 class PodMetrics(Collector):

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from kvtier_operator.api.conditions import EventReason, Reason
 from kvtier_operator.api.pods import Pod
 from kvtier_operator.api.policy import KVTierPolicy
-from kvtier_operator.api.settings import AttachMode
+from kvtier_operator.api.settings import AttachMode, RolloutStrategy
 from kvtier_operator.api.status import PolicyStatus, SuspendedOwner
 from kvtier_operator.controller import objects
 from kvtier_operator.controller.conditions import ReconcileInput
@@ -56,6 +56,7 @@ from kvtier_operator.controller.status.compute import (
 from kvtier_operator.controller.status.pod_conditions import ObservedPods
 from kvtier_operator.kube.queue import Key
 from kvtier_operator.kube.resources import PODS, ApiError
+from kvtier_operator.rbac import ROLLOUT
 from kvtier_operator.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -286,6 +287,9 @@ class _PodReconcile:
             self.wakes.append(1.0)
 
     async def _roll_out(self, views: Sequence[PodView], blocked: bool) -> RolloutProgress:
+        restarts = self.policy.spec.rollout.strategy is RolloutStrategy.RESTART_WORKLOADS
+        if restarts and not self.deps.settings.rollout.enabled:
+            return RolloutProgress(paused=f"{ROLLOUT} is false in the values of the chart")
         client, cache = self.deps.cluster.client, self.deps.cluster.cache
         namespace, structural_hash = self.policy.namespace, self.inputs.structural_hash
         rollout = plan_rollout(

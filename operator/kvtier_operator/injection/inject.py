@@ -56,6 +56,7 @@ from kvtier_operator.render.documents import (
 from kvtier_operator.settings import Settings
 
 RANKS_VARIABLE = "KVTIER_LOCAL_RANKS"
+POD_VARIABLE = "KVTIER_POD_UID"
 TOKEN_VARIABLE = "KVTIER_TOKEN_FILE"  # noqa: S105  (a name)
 NATIVE_SIDECARS = (1, 29)
 IMAGE_VOLUMES = (1, 33)
@@ -325,6 +326,7 @@ def _inject_other_connector(
     skipped = skipped or _charge_engine(draft, policy, rendered.engine_memory_bytes)
     if skipped is not None:
         return skipped
+    _add_pod_uid(draft)
     _add_payload_container(draft, policy, settings)
     _patch_pod(draft, policy, settings)
     draft.notes += engine_memory.grow_shared_memory(
@@ -361,6 +363,12 @@ def _patch_engine(
     if mounts:
         draft.engine["volumeMounts"] = [*(draft.engine.get("volumeMounts") or ()), *mounts]
     return None
+
+
+def _add_pod_uid(draft: Draft) -> None:
+    """The plugin names what the engine leaves in ``/dev/shm`` after the pod, to remove it later."""
+    source = {"fieldRef": {"fieldPath": "metadata.uid"}}
+    draft.engine["env"] = [*draft.engine["env"], {"name": POD_VARIABLE, "valueFrom": source}]
 
 
 def _charge_engine(draft: Draft, policy: KVTierPolicy, needed_bytes: int) -> Skipped | None:

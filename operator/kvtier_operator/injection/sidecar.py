@@ -181,11 +181,16 @@ def add_token(storage: PodStorage, policy: KVTierPolicy, mounts: list[Document])
 def add_secrets(
     storage: PodStorage, policy: KVTierPolicy, tiers: Sequence[TierSpec], mounts: list[Document]
 ) -> None:
-    """Secrets of tiers: the key of shared directories, credentials of remote stores."""
+    """Secrets of tiers: the keys of objects in file tiers, credentials of remote stores.
+
+    Optional: a missing Secret suspends tiers, and must not keep the pod from starting. All entries
+    are mounted, because their names are the ids of keys.
+    """
     key = policy.spec.isolation.key_secret_ref.name
     if key:
-        secret = {"secretName": key, "optional": True, "items": [{"key": "key", "path": "key"}]}
-        storage.volumes.append({"name": names.KEY_VOLUME, "secret": secret})
+        storage.volumes.append(
+            {"name": names.KEY_VOLUME, "secret": {"secretName": key, "optional": True}}
+        )
         mounts.append({"name": names.KEY_VOLUME, "mountPath": POD_KEY_DIRECTORY, "readOnly": True})
     for tier in tiers:
         reference = tier.lmcache.credentials_secret_ref if tier.lmcache is not None else None

@@ -7,6 +7,7 @@ supports exec plug-ins and all spellings of certificates; it is loaded again aft
 
 from __future__ import annotations
 
+import asyncio
 import os
 import ssl
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import yaml
 from kubernetes.aio import config
 from kubernetes.aio.client import Configuration
 from kubernetes.aio.client.rest import RESTClientObject
@@ -24,6 +26,18 @@ from kvtier.errors import ConfigurationError
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 TOKEN_SECONDS = 60.0
 """The maximum age of a token that was read from a file; client-go uses the same value."""
+
+UNUSABLE = (
+    config.ConfigException,
+    ConfigurationError,
+    OSError,
+    yaml.YAMLError,
+    AttributeError,
+    LookupError,
+    TypeError,
+    ValueError,
+)
+"""What the library raises for a kubeconfig that is no YAML, or has another form than it expects."""
 
 Load = Callable[[], Awaitable[Any]]
 
@@ -85,7 +99,7 @@ class Credentials:
         self._loaded_at = now
         try:
             configuration.api_key = (await self._load()).api_key
-        except (config.ConfigException, ConfigurationError, OSError, aiohttp.ClientError):
+        except (*UNUSABLE, aiohttp.ClientError):
             return
 
 
@@ -141,6 +155,7 @@ async def from_kubeconfig(path: Path | None, context: str | None = None) -> Cred
 
     Without a path, ``KUBECONFIG`` or ``~/.kube/config`` is used. Raises ``ConfigurationError``.
     """
+    shown = str(path) if path is not None else "KUBECONFIG"
 
     async def read() -> Any:
         configuration = Configuration()
@@ -149,10 +164,19 @@ async def from_kubeconfig(path: Path | None, context: str | None = None) -> Cred
         await config.load_kube_config(name, context, configuration, persist_config=False)
         return configuration
 
+    if path is not None and not await asyncio.to_thread(path.is_file):
+        raise ConfigurationError(shown, "no such file", "must be a kubeconfig")
     try:
-        return Credentials(await read(), read)
-    except (config.ConfigException, OSError, TypeError, ValueError) as error:
-        shown = str(path) if path is not None else "KUBECONFIG"
+        found = await read()
+    except UNUSABLE as error:
+        problem = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigurationError(shown, problem, "must be a kubeconfig with the context") from error
+    has_credentials = found.api_key or found.cert_file or found.username
+    if str(found.host).startswith("https:") and not has_credentials:
+        # The library only logs why an exec plug-in fails. It is usually not in the image.
         raise ConfigurationError(
-            shown, str(error), "must be a kubeconfig with the context"
-        ) from error
+            shown,
+            "no credentials",
+            "must have a token, a certificate, or an exec plug-in that is installed here and works",
+        )
+    return Credentials(found, read)

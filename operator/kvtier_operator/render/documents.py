@@ -245,7 +245,8 @@ def structural(policy: KVTierPolicy, placement: Placement, generation: int = 0) 
         isolation=IsolationSettings(
             salt=spec.isolation.salt,
             model_revision=spec.isolation.model_revision,
-            key_file=f"{placement.key_directory}/key" if key_secret else None,
+            key_directory=placement.key_directory if key_secret else None,
+            encryption=spec.isolation.encryption,
         ),
         storage_gid=placement.storage_gid,
         http=placement.http,

@@ -36,7 +36,7 @@ class WebhookMetrics:
             registry=registry,
         )
         self.seconds = Histogram(
-            "kvtier_webhook_seconds",
+            "kvtier_webhook_request_duration_seconds",
             "Time to answer an admission request.",
             ["path"],
             buckets=SECONDS,

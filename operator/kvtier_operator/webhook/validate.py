@@ -72,7 +72,7 @@ def validate(
     warnings = [error.message for error in tolerated]
     warnings += [unknown_field(path) for path in unknown]
     if policy is not None:
-        warnings += not_enforced(policy)
+        warnings += not_enforced(policy, settings.rollout.enabled)
         name = policy.metadata.name
         siblings = [other for other in others if other.metadata.name != name]
         warnings += _namespace_warnings(policy, settings, namespace_labels)

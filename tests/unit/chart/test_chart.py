@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from tests.support import webhook_configurations
+from tools.monitoring.alerts import ALERTS
 
 import kvtier
 from kvtier_operator import rbac
@@ -232,10 +233,10 @@ def test_volumes_can_be_created_only_if_enabled_and_within_allowed_volumes() -> 
 
     plain = render({"allowedVolumes": [EXPORT]})
     assert not creates(plain)
-    assert not [body for body in plain if body["kind"].startswith("ValidatingAdmissionPolicy")]
+    assert "kvtier-volumes" not in {body["metadata"]["name"] for body in plain}
     opted = render({"allowedVolumes": [EXPORT, DIRECTORY], "storage": {"createVolumes": True}})
     assert creates(opted)
-    guard = one(opted, "ValidatingAdmissionPolicy")["spec"]
+    guard = one(opted, "ValidatingAdmissionPolicy", "kvtier-volumes")["spec"]
     assert guard["failurePolicy"] == "Fail"
     assert (
         f"system:serviceaccount:{NAMESPACE}:kvtier-controller"
@@ -373,20 +374,29 @@ def test_rules_name_the_configured_secret() -> None:
     assert named == {"mine"}
 
 
-def test_network_policies_restrict_only_one_port() -> None:
+def test_the_chart_selects_no_pod_but_its_own_with_a_network_policy() -> None:
+    """A policy that selects pods of others would open what their namespace denies, or deny what
+    their clients need.
+    """
     assert not [body for body in render() if body["kind"] == "NetworkPolicy"]
-    rendered = render({"networkPolicy": {"enabled": True, "servingNamespaces": ["serving"]}})
-    tiers = one(rendered, "NetworkPolicy", "kvtier-tiers")
-    assert tiers["metadata"]["namespace"] == "serving"
-    opened, guarded = tiers["spec"]["ingress"]
-    tcp = {
-        number
-        for each in opened["ports"]
-        if each["protocol"] == "TCP"
-        for number in range(each["port"], each["endPort"] + 1)
+    peer = {"podSelector": {"matchLabels": {"app": "prometheus"}}}
+    rendered = render({"networkPolicy": {"enabled": True, "metricsFrom": [peer]}})
+    policy = one(rendered, "NetworkPolicy")
+    assert policy["metadata"]["namespace"] == NAMESPACE
+    assert policy["spec"]["podSelector"]["matchLabels"] == {
+        "app.kubernetes.io/name": "kvtier",
+        "app.kubernetes.io/instance": "kvtier",
     }
-    assert set(range(1, 65536)) - tcp == {9400}
-    assert [each["port"] for each in guarded["ports"]] == [9400]
+
+
+def test_the_example_of_a_network_policy_opens_one_port_to_named_peers() -> None:
+    example = yaml.safe_load((REPOSITORY / "examples" / "network-policy.yaml").read_text())
+    (rule,) = example["spec"]["ingress"]
+    assert [(each["port"], each.get("endPort")) for each in rule["ports"]] == [(9400, None)]
+    assert all(peer["podSelector"]["matchLabels"] for peer in rule["from"])
+    controller = one(render(), "Deployment", "kvtier-controller")["spec"]["template"]
+    wanted = rule["from"][0]["podSelector"]["matchLabels"]
+    assert wanted.items() <= controller["metadata"]["labels"].items()
 
 
 @pytest.mark.parametrize(
@@ -459,7 +469,15 @@ def test_schema_defaults_and_models_agree() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     assert values.keys() == schema["properties"].keys() - {"global", "enabled"}
-    for name in ("images", "controller", "webhook", "monitoring", "storage", "networkPolicy"):
+    for name in (
+        "images",
+        "controller",
+        "webhook",
+        "monitoring",
+        "storage",
+        "networkPolicy",
+        "rollout",
+    ):
         assert values[name].keys() == schema["properties"][name]["properties"].keys()
     entry = schema["properties"]["allowedVolumes"]["items"]["properties"].keys()
     assert entry <= {field.alias for field in AllowedVolume.model_fields.values()}
@@ -488,3 +506,58 @@ def test_every_setting_can_be_set_by_the_chart() -> None:
                 check(field.annotation, body[alias], f"{path}.{alias}")
 
     check(Settings, written, "settings")
+
+
+MONITORING = ("PrometheusRule", "PodMonitor")
+
+
+def test_alerts_and_dashboards_are_rendered_on_request_with_links_to_runbooks() -> None:
+    assert [body for body in render() if body["kind"] in MONITORING] == []
+    url = "https://runbooks.example/kvtier"
+    on = {"enabled": True, "labels": {"release": "prometheus"}}
+    values = {"runbooksUrl": url, "prometheusRule": on, "podMonitor": on}
+    objects = render({"monitoring": values})
+    rule = one(objects, "PrometheusRule")
+    assert rule["metadata"]["labels"]["release"] == "prometheus"
+    rules = [each for group in rule["spec"]["groups"] for each in group["rules"]]
+    assert len(rules) == len(ALERTS)
+    for each in rules:
+        assert each["annotations"]["runbook_url"] == f"{url}#{each['alert'].lower()}"
+        assert "{{" not in each["expr"]
+    monitor = one(objects, "PodMonitor")["spec"]
+    for component in ("controller", "webhook"):
+        pod = one(objects, "Deployment", f"kvtier-{component}")["spec"]["template"]
+        assert monitor["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+        ports = {port["name"] for port in pod["spec"]["containers"][0]["ports"]}
+        assert monitor["podMetricsEndpoints"][0]["port"] in ports
+
+
+def test_each_dashboard_is_a_config_map_that_a_sidecar_of_grafana_finds() -> None:
+    url = "https://runbooks.example/kvtier"
+    shown = {"enabled": True, "annotations": {"grafana_folder": "KVTier"}}
+    objects = render({"monitoring": {"runbooksUrl": url, "dashboards": shown}})
+    found = {
+        body["metadata"]["name"]: body
+        for body in objects
+        if body["metadata"].get("labels", {}).get("grafana_dashboard") == "1"
+    }
+    names = [f"kvtier-dashboard-{path.stem}" for path in (CHART / "files/dashboards").iterdir()]
+    assert sorted(found) == sorted(names)
+    assert len(names) == 3
+    for body in found.values():
+        assert body["metadata"]["annotations"] == {"grafana_folder": "KVTier"}
+        ((file, text),) = body["data"].items()
+        assert file.endswith(".json")
+        dashboard = json.loads(text)
+        assert dashboard["uid"].startswith("kvtier-")
+        assert url in text
+        assert "RUNBOOKS_URL" not in text
+        assert "{{pod}}" in text or "{{policy}}" in text
+
+
+@pytest.mark.parametrize(
+    "values", [{"runbooksUrl": "x"}, {"prometheusRule": {"enable": True}}, {"dashboards": True}]
+)
+def test_invalid_values_for_monitoring_are_rejected(values: dict[str, Any]) -> None:
+    with pytest.raises(Exception, match="monitoring"):
+        render({"monitoring": values})

@@ -287,8 +287,51 @@ def test_outside_of_a_pod_the_error_names_the_required_setting(tmp_path: Path) -
         in_cluster(
             tmp_path, {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "KUBERNETES_SERVICE_PORT": "443"}
         )
-    with pytest.raises(ConfigurationError, match="kubeconfig"):
-        asyncio.run(from_kubeconfig(tmp_path / "missing"))
+
+
+KUBECONFIG = """
+apiVersion: v1
+kind: Config
+current-context: a
+contexts: [{{name: a, context: {context}}}]
+clusters: [{{name: c, cluster: {{server: 'https://127.0.0.1:1'}}}}]
+users: [{{name: u, user: {user}}}]
+"""
+HERE = "{cluster: c, user: u}"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "no such file"),
+        ("", "must be a kubeconfig"),
+        ("- 1", "must be a kubeconfig"),
+        ("a: [1\n: x", "must be a kubeconfig"),
+        ("\0", "must be a kubeconfig"),
+        (KUBECONFIG.format(context="5", user="{token: x}"), "must be a kubeconfig"),
+        (KUBECONFIG.format(context="{cluster: no, user: u}", user="{}"), "must be a kubeconfig"),
+        (KUBECONFIG.format(context=HERE, user="{client-certificate: /no}"), "must be a kubeconfig"),
+        (KUBECONFIG.format(context=HERE, user="{}"), "no credentials"),
+        (
+            KUBECONFIG.format(
+                context=HERE,
+                user="{exec: {apiVersion: client.authentication.k8s.io/v1, command: no-such-plugin,"
+                " interactiveMode: Never}}",
+            ),
+            "exec plug-in that is installed here",
+        ),
+    ],
+)
+def test_an_unusable_kubeconfig_is_an_error_of_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, said: str
+) -> None:
+    path = tmp_path / "kubeconfig"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigurationError, match=said) as caught:
+        asyncio.run(from_kubeconfig(path))
+    assert "\n" not in str(caught.value)
+    assert str(path) in str(caught.value)
 
 
 def test_in_a_pod_the_account_is_used_and_followed(tmp_path: Path) -> None:

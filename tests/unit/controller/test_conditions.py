@@ -298,6 +298,18 @@ HEALTHY_CASES: list[tuple[str, str, list[PodView], dict[str, Any]]] = [
         ],
         {},
     ),
+    (
+        "False",
+        "KeyMissing",
+        [not_attached(conditions=[{"type": "KeyMissing", "message": "no Secret"}])],
+        {},
+    ),
+    (
+        "False",
+        "KeyInvalid",
+        [not_attached(conditions=[{"type": "KeyInvalid", "message": "no current key"}])],
+        {},
+    ),
     ("False", "StuckTerminating", [attached()], {"overdue": [OVERDUE]}),
 ]
 

@@ -441,7 +441,7 @@ def deployment_of_chat(mark: str = "", **status: int) -> tuple[dict[str, Any], d
 
 
 def test_an_outdated_workload_is_restarted_once() -> None:
-    cluster = Cluster(policy(rollout={"strategy": "RestartWorkloads"}))
+    cluster = Cluster(policy(rollout={"strategy": "RestartWorkloads"}), rollout={"enabled": True})
     deployment, replicas = deployment_of_chat()
     cluster.api.put(DEPLOYMENTS, deployment)
     cluster.api.put(REPLICA_SETS, replicas)
@@ -462,8 +462,26 @@ def test_an_outdated_workload_is_restarted_once() -> None:
     assert verdict(result.status, "UpToDate") == ("False", "RollingOut")
 
 
-def test_restarts_are_paused_while_storage_is_not_ready_or_injection_blocks_pods() -> None:
+def test_no_workload_is_restarted_without_the_administrators_consent() -> None:
     cluster = Cluster(policy(rollout={"strategy": "RestartWorkloads"}))
+    deployment, replicas = deployment_of_chat()
+    cluster.api.put(DEPLOYMENTS, deployment)
+    cluster.api.put(REPLICA_SETS, replicas)
+    cluster.add(running(injected_pod(structural_hash="older000")))
+    cluster.answers["chat-1"] = answered()
+    result = cluster.reconcile()
+    assert verdict(result.status, "UpToDate") == ("False", "Outdated")
+    message = next(
+        each.message for each in result.status.conditions or () if each.type == "UpToDate"
+    )
+    assert "Restarts are paused: rollout.enabled is false" in message
+    found = cluster.api.get_now(DEPLOYMENTS, "serving", "chat")
+    assert found is not None
+    assert not found["spec"]["template"]["metadata"]["annotations"]
+
+
+def test_restarts_are_paused_while_storage_is_not_ready_or_injection_blocks_pods() -> None:
+    cluster = Cluster(policy(rollout={"strategy": "RestartWorkloads"}), rollout={"enabled": True})
     deployment, replicas = deployment_of_chat()
     cluster.api.put(DEPLOYMENTS, deployment)
     cluster.api.put(REPLICA_SETS, replicas)
@@ -517,7 +535,9 @@ def test_a_status_is_computed_even_if_the_api_server_rejects_every_call() -> Non
 
         list = create = patch = delete = get  # type: ignore[assignment]
 
-    cluster = Cluster(policy(rollout={"strategy": "RestartWorkloads"}), Rejecting())
+    cluster = Cluster(
+        policy(rollout={"strategy": "RestartWorkloads"}), Rejecting(), rollout={"enabled": True}
+    )
     deployment, replicas = deployment_of_chat()
     cluster.api.put(DEPLOYMENTS, deployment)
     cluster.api.put(REPLICA_SETS, replicas)

@@ -131,7 +131,7 @@ def test_the_first_error_of_a_call_is_an_increase() -> None:
     assert set(REASONS.values()) <= set(RESTART_REASONS)
 
 
-def test_policies_are_counted_by_condition_and_pods_by_state_while_the_policy_exists() -> None:
+def test_policies_are_counted_by_condition_and_their_pods_while_the_policy_exists() -> None:
     condition = {"type": "Ready", "reason": "R", "lastTransitionTime": "2026-01-01T00:00:00Z"}
     statuses = {
         ("n", name): PolicyStatus.model_validate(
@@ -150,11 +150,18 @@ def test_policies_are_counted_by_condition_and_pods_by_state_while_the_policy_ex
 
     assert value("kvtier_operator_policies", condition="Ready", status="True") == 2
     assert value("kvtier_operator_policies", condition="Ready", status="False") == 1
-    assert value("kvtier_operator_policy_pods", namespace="n", policy="a", state="attached") == 2
+    labels = {"policy_namespace": "n", "policy": "a"}
+    assert value("kvtier_operator_policy_attached_pods", **labels) == 2
+    assert value("kvtier_operator_policy_condition", **labels, condition="Ready") == 1
+    assert (
+        value("kvtier_operator_policy_condition", **(labels | {"policy": "c"}), condition="Ready")
+        == 0
+    )
+    assert value("kvtier_operator_policies", condition="Attached", status="False") == 0
     assert value("kvtier_operator_queue_depth") == 4
     del statuses["n", "a"]
     assert value("kvtier_operator_policies", condition="Ready", status="True") == 1
-    assert value("kvtier_operator_policy_pods", namespace="n", policy="a", state="attached") is None
+    assert value("kvtier_operator_policy_attached_pods", **labels) is None
 
 
 def test_a_sigterm_during_the_imports_ends_the_command() -> None:

@@ -93,6 +93,7 @@ class TestOtherConnectors:
         found = variables(container(pod, "vllm"))
         assert json.loads(found["KVTIER_TRANSFER_CONFIG"])["kv_connector"] == "OffloadingConnector"
         assert "KVTIER_TOPOLOGY" not in found
+        assert found["KVTIER_POD_UID"] == {"fieldRef": {"fieldPath": "metadata.uid"}}
         assert "kvtier-tier-nvme" in {
             mount["name"] for mount in container(pod, "vllm")["volumeMounts"]
         }

@@ -22,6 +22,7 @@ from kvtier_operator.api.allowlist import AllowedVolume
 from kvtier_operator.api.names import (
     ATTACHED_LABEL,
     HASH_ANNOTATION,
+    KEY_VOLUME,
     NO_ACCOUNT_VOLUME,
     NOTES_ANNOTATION,
     PAYLOAD_CONTAINER,
@@ -194,7 +195,12 @@ class TestTierd:
         assert all(source["optional"] for source in sources)
         mounts = {mount["mountPath"] for mount in container(pod, TIERD_CONTAINER)["volumeMounts"]}
         document = structural(pod)
-        assert document.isolation.key_file == "/etc/kvtier/isolation/key"
+        assert document.isolation.key_directory == "/etc/kvtier/isolation"
+        keys = volume(pod, KEY_VOLUME)["secret"]
+        # Every entry, because the names are the ids of keys; optional, so that a pod starts.
+        assert keys == {"secretName": "tenant", "optional": True}
+        engine = {mount["mountPath"] for mount in container(pod, "vllm")["volumeMounts"]}
+        assert "/etc/kvtier/isolation" not in engine
         assert {"/etc/kvtier/isolation", "/etc/kvtier/secrets/remote"} <= mounts
 
     def test_credentials_of_a_store_are_mounted_files_and_nothing_else(self) -> None:

@@ -445,10 +445,18 @@ class TestPayload:
 
 class TestTables:
     @pytest.mark.parametrize("columns", ["80", "20"])
+    @pytest.mark.parametrize("forced", ["", "1"])
     def test_a_table_in_a_pipe_has_its_full_width(
-        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: str
+        self,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+        columns: str,
+        forced: str,
     ) -> None:
         monkeypatch.setenv("COLUMNS", columns)
+        monkeypatch.setenv("TERM", "dumb")
+        if forced:
+            monkeypatch.setenv("FORCE_COLOR", forced)
         row = ScorecardRow("hang", "pass", "r" * 300, notes=["[red]not markup[/red]"])
         faults.show([row], [])
         lines = capsys.readouterr().out.splitlines()

@@ -64,7 +64,8 @@ def test_a_small_policy_is_accepted_with_all_defaults() -> None:
         spec.isolation.salt,
         spec.isolation.model_revision,
         spec.isolation.key_secret_ref.name,
-    ) == ("", "", "")
+        spec.isolation.encryption,
+    ) == ("", "", "", "None")
     assert spec.security.storage_gid == 3000
     daemon = spec.resources.daemon
     assert (

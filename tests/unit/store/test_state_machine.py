@@ -243,14 +243,20 @@ class Driver:
             self.fixture.tiers[tier].drop(ref.namespace, ref.key)
 
     def configure(
-        self, weights: tuple[int, int], policy: StorePolicy, selection: Selection, pending: int
+        self,
+        weights: tuple[int, int],
+        policy: StorePolicy,
+        selection: Selection,
+        writes: tuple[int, int | None],
     ) -> None:
+        pending, rate = writes
         tiers = {
             name: LiveTier(
                 capacity_bytes=1 << 30,
                 load_weight=weight,
                 store_policy=policy,
                 max_pending_store_bytes=pending,
+                max_write_bytes_per_second=rate,
             )
             for name, weight in zip(("disk", "nfs"), weights, strict=True)
         }
@@ -756,11 +762,17 @@ class StoreMachine(RuleBasedStateMachine):
         policy=st.sampled_from(StorePolicy),
         selection=st.sampled_from(Selection),
         pending=st.sampled_from((0, 3 * PAGE, 1 << 30)),
+        rate=st.sampled_from((None, None, 2 * PAGE)),
     )
     def configure(
-        self, weights: tuple[int, int], policy: StorePolicy, selection: Selection, pending: int
+        self,
+        weights: tuple[int, int],
+        policy: StorePolicy,
+        selection: Selection,
+        pending: int,
+        rate: int | None,
     ) -> None:
-        self.do("configure", weights, policy, selection, pending)
+        self.do("configure", weights, policy, selection, (pending, rate))
 
     @rule(seconds=st.sampled_from((0.001, 0.04, 0.11, 0.7, 4.0, 31.0, 61.0)))
     def advance(self, seconds: float) -> None:
@@ -860,7 +872,7 @@ class StoreMachine(RuleBasedStateMachine):
                 assert held.get(key, 0) & RAM_BITS == ram
 
     def check_locations(self, namespace: str) -> None:
-        """What schedulers are told is in RAM has its generation, and nobody may write there."""
+        """What schedulers are told is in RAM has its generation, and no process may write there."""
         for key, bits, location in self.driver.fixture.store.presence(namespace):
             assert bool(location) == bool(bits & MEMORY_BIT)
             if location:
@@ -889,6 +901,7 @@ class StoreMachine(RuleBasedStateMachine):
         """Ends every operation, then checks that nothing is pinned."""
         for tier in (0, 1):
             self.do("tier_mode", tier, "ok")
+        self.do("configure", (1, 1), StorePolicy.ALL, Selection.COST, (1 << 30, None))
         if self.fenced:
             self.unfence()
         for engine in list(self.engines.values()):

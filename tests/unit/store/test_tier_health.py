@@ -7,7 +7,15 @@ from tests.support.manual_executor import ManualClock
 from tests.unit.store.store_fixture import StoreFixture, live
 
 from kvtier.config.models import LiveTier
-from kvtier.errors import TierNoSpaceError, TierUnavailableError, TierUnverifiableError
+from kvtier.errors import (
+    TierError,
+    TierForeignError,
+    TierKeyMissingError,
+    TierNoSpaceError,
+    TierUnavailableError,
+    TierUntrustedError,
+    TierUnverifiableError,
+)
 from kvtier.store.context import MAX_KINDS, UnexpectedErrors
 from kvtier.store.types import RAM_BITS, PresenceChanged, PromotionOutcome, UsableTiersChanged
 from kvtier.tiers.base import TierUsage
@@ -446,16 +454,62 @@ def test_the_kinds_of_unexpected_errors_that_are_remembered_are_bounded(
     assert len(caplog.records) == MAX_KINDS
 
 
-def test_an_object_whose_checksum_cannot_be_computed_is_a_miss_with_a_reason_of_its_own() -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        TierUnverifiableError("written with xxh3"),
+        TierForeignError("version 3"),
+        TierUntrustedError("unkeyed", "no tag"),
+        TierUntrustedError("unknown_key", "no such key"),
+        TierUntrustedError("wrong_tag", "another key"),
+    ],
+    ids=lambda error: error.reason,
+)
+def test_an_object_that_cannot_be_used_is_a_miss_with_a_reason_of_its_own(
+    error: TierError,
+) -> None:
     fixture = StoreFixture(values=live(threshold=1, disk=LiveTier()))
     fixture.engine()
     fixture.put_in_tier(0)
-    fixture.tier.fail = lambda: TierUnverifiableError("written with xxh3")
+    fixture.tier.fail = lambda: error
     promotion = fixture.promote(0)
     fixture.settle()
     assert fixture.ends(promotion)[0].outcome is PromotionOutcome.FAILED
-    assert fixture.counted("tier_reads_failed", "disk", "unverifiable") == 1
+    assert fixture.counted("tier_reads_failed", "disk", error.reason) == 1
     assert state(fixture) == "Healthy"
     # Not read again for a while.
     assert fixture.ends(fixture.promote(0))[0].outcome is PromotionOutcome.FAILED
     assert fixture.counted("tier_reads_failed", "disk") == 1
+
+
+def without_keys() -> StoreFixture:
+    """A fixture whose tier has just found that its keys are gone, at the first failure."""
+    fixture = StoreFixture(values=live(threshold=1_000, period=600, disk=LiveTier()))
+    fixture.engine()
+    fixture.put_in_tier(0, 1)
+    fixture.tier.fail = lambda: TierKeyMissingError("no Secret")
+    fixture.promote(0)
+    fixture.settle()
+    return fixture
+
+
+def test_a_tier_without_its_keys_is_suspended_at_once() -> None:
+    fixture = without_keys()
+    assert state(fixture) == "BreakerOpen"
+    assert fixture.store.tier_states()[1].cause == "key_missing"
+
+
+def test_when_keys_appear_a_tier_is_checked_before_its_period_has_passed() -> None:
+    fixture = without_keys()
+    fixture.tier.fail = None
+    fixture.store.check_suspended("unavailable")
+    assert fixture.calls("check:") == []
+    fixture.store.check_suspended("key_missing")
+    fixture.store.check_suspended("key_missing")
+    assert len(fixture.calls("check:")) == 1
+    fixture.io.run_all("check:")
+    fixture.pump()
+    assert state(fixture) == "Healthy"
+    promotion = fixture.promote(0)
+    fixture.settle()
+    assert fixture.ends(promotion)[0].outcome is PromotionOutcome.WHOLE

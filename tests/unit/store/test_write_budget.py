@@ -26,32 +26,60 @@ def put(fixture: StoreFixture, *chunks: int) -> None:
         fixture.settle("hash")
 
 
-def test_writes_beyond_the_budget_are_dropped_and_counted_under_their_own_reason() -> None:
+def test_writes_beyond_the_budget_wait_and_are_counted_under_their_own_reason() -> None:
     fixture = limited(2 * PAGE)
     put(fixture, *range(5))
     assert len(fixture.calls("write:")) == 2
-    assert fixture.counted("tier_writes_dropped", "disk", "write_budget") == 3
-    assert fixture.counted("tier_writes_dropped", "disk") == 3
+    assert fixture.counted("tier_writes_postponed", "disk", "write_budget") == 3
+    assert fixture.counted("tier_writes_dropped", "disk") == 0
+    assert fixture.store.pending_stores() == 5
 
 
-def test_the_budget_refills_over_time() -> None:
+def test_what_waits_is_written_as_the_budget_grows_without_being_used() -> None:
     fixture = limited(2 * PAGE)
-    put(fixture, *range(5))
-    fixture.settle()
-    fixture.advance(1.0)
-    put(fixture, *range(5, 8))
-    assert len(fixture.calls("write:")) == 2
+    put(fixture, *range(10))
+    began = fixture.clock.now
+    written = []
+    for _ in range(60):
+        fixture.settle()
+        written.append(len(fixture.tier.objects))
+        assert written[-1] * PAGE <= 2 * PAGE * (fixture.clock.now - began) + 3 * PAGE
+        fixture.advance(0.1)
+    assert written[-1] == 10
+    assert fixture.store.pending_stores() == 0
 
 
-def test_a_dropped_write_is_retried_on_the_next_use() -> None:
+def test_the_number_that_a_shutdown_waits_for_falls_with_each_write_of_the_backlog() -> None:
+    fixture = limited(None, max_pending_store_bytes=2 * PAGE)
+    put(fixture, *range(10))
+    pending = [fixture.store.pending_stores()]
+    while calls := fixture.calls("write:"):
+        fixture.io.run(calls[0])
+        fixture.pump()
+        pending.append(fixture.store.pending_stores())
+    assert pending == list(range(10, -1, -1))
+
+
+def test_what_waits_for_a_budget_is_written_at_once_when_the_limit_is_lifted() -> None:
     fixture = limited(PAGE)
-    put(fixture, 0, 1)
+    put(fixture, *range(6))
+    fixture.store.configure(live(disk=LiveTier()))
     fixture.settle()
-    assert len(fixture.tier.objects) == 1
-    fixture.advance(1.0)
-    fixture.load(1)
-    fixture.settle()
-    assert len(fixture.tier.objects) == 2
+    assert len(fixture.tier.objects) == 6
+
+
+def test_what_is_evicted_while_it_waits_is_counted() -> None:
+    fixture = limited(PAGE)
+    for chunk in range(60):
+        put(fixture, chunk)
+        fixture.advance(0.11)
+    for _ in range(100):
+        fixture.advance(1.0)
+        fixture.settle()
+    lost = fixture.counted("tier_writes_dropped", "disk", "evicted")
+    assert lost > 0
+    lost += fixture.counted("checksums_dropped", "", "evicted")
+    assert len(fixture.tier.objects) + lost == 60
 
 
 def test_without_a_limit_everything_is_written() -> None:
@@ -68,7 +96,7 @@ def test_the_budget_is_a_live_value() -> None:
     assert len(fixture.calls("write:")) == 2
     fixture.store.configure(live(disk=LiveTier()))
     put(fixture, 4, 5)
-    assert len(fixture.calls("write:")) == 4
+    assert len(fixture.calls("write:")) == 6
 
 
 def test_each_tier_has_its_own() -> None:
@@ -83,11 +111,9 @@ def test_an_object_larger_than_a_seconds_worth_is_written_and_paid_for() -> None
     fixture = limited(PAGE // 4)
     put(fixture, 0, 1)
     assert len(fixture.calls("write:")) == 1
-    fixture.advance(3.0)
-    put(fixture, 2)
+    fixture.advance(2.9)
     assert len(fixture.calls("write:")) == 1
-    fixture.advance(0.1)
-    put(fixture, 3)
+    fixture.advance(0.2)
     assert len(fixture.calls("write:")) == 2
 
 

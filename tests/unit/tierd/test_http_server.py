@@ -105,6 +105,7 @@ def test_closing_ends_the_thread(server: HttpServer) -> None:
 
 SNAPSHOT = Snapshot(
     version="1",
+    policy="n/p",
     epoch=4,
     applied_generation=9,
     live_refused_total=2,
@@ -112,13 +113,28 @@ SNAPSHOT = Snapshot(
     prompt_tokens=400,
     prompt_tokens_total=900,
     tiers=(
-        TierSnapshot("ram", "memory", "Healthy", 10, 20, 3, hit_tokens=100, hit_tokens_total=300),
+        TierSnapshot(
+            name="ram",
+            kind="memory",
+            state="Healthy",
+            used_bytes=10,
+            capacity_bytes=20,
+            objects=3,
+            volume_bytes=80,
+            volume_available_bytes=40,
+            hit_tokens=100,
+            hit_tokens_total=300,
+        ),
         TierSnapshot("far", "lmcache", "Unknown"),
     ),
     sessions=(SessionStatus("e", "worker", 0, 1, 4, True),),
     pool={"pool_bytes": 20, "free": 10},
     conditions=(StatusCondition("PoolSmaller", "why"),),
-    events={("reads", "disk", "corrupt"): 5},
+    events={
+        ("tier_reads_failed", "disk", "corrupt"): 5,
+        ("evictions", "", ""): 2,
+        ("unregistered", "", "why"): 1,
+    },
 )
 
 
@@ -150,10 +166,16 @@ def test_metrics_can_be_parsed_and_carry_the_names_that_are_promised() -> None:
     assert samples["kvtier_tier_state", (("state", "Unknown"), ("tier", "ram"))] == 0
     assert samples["kvtier_pool_bytes", (("use", "free"),)] == 10
     assert samples["kvtier_sessions", (("role", "worker"),)] == 1
-    assert (
-        samples["kvtier_events_total", (("name", "reads"), ("reason", "corrupt"), ("tier", "disk"))]
-        == 5
-    )
+    failed = (("reason", "corrupt"), ("tier", "disk"))
+    assert samples["kvtier_tier_reads_failed_total", failed] == 5
+    assert samples["kvtier_unregistered_total", (("reason", "why"), ("tier", ""))] == 1
+    assert samples["kvtier_evictions_total", ()] == 2
+    assert samples["kvtier_condition", (("type", "PoolSmaller"),)] == 1
+    assert samples["kvtier_condition", (("type", "PoolMissing"),)] == 0
+    assert samples["kvtier_tier_volume_available_bytes", (("tier", "ram"),)] == 40
+    assert ("kvtier_tier_volume_available_bytes", (("tier", "far"),)) not in samples
+    info = (("policy", "p"), ("policy_namespace", "n"), ("version", "1"))
+    assert samples["kvtier_tierd_info", info] == 1
     assert samples["kvtier_live_generation", ()] == 9
     assert samples["kvtier_prompt_tokens_total", ()] == 900
     assert samples["kvtier_loaded_tokens_total", (("tier", "ram"),)] == 300

@@ -15,15 +15,19 @@ import pytest
 
 from kvtier.cli.directory import age_text, size_text
 from kvtier.cli.main import main
+from kvtier.config.models import FileSystemTierDocument
 from kvtier.errors import TierMissError
 from kvtier.harness.file_writers import NAMESPACE, OBJECT_BYTES, directory_bytes, make, open_tier
 from kvtier.processes import process_tag
 from kvtier.testing.damage import flip
-from kvtier.tiers.base import ObjectRef
+from kvtier.tiers.base import ObjectRef, TierLimits
+from kvtier.tiers.checksum import preferred
 from kvtier.tiers.filesystem import FileSystemTier
 from kvtier.tiers.filesystem.election import is_visible
 from kvtier.tiers.filesystem.gc import collect
+from kvtier.tiers.filesystem.seal import Sealing
 from kvtier.tiers.filesystem.walker import object_path
+from kvtier.tiers.isolation_keys import read_key_set
 
 IDENTITY = {
     "engine": {
@@ -327,3 +331,112 @@ def test_sizes_and_ages_are_short() -> None:
         "1.5 h",
         "2.3 d",
     ]
+
+
+# Sealed objects.
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    directory = tmp_path / "keys"
+    directory.mkdir()
+    (directory / "2026-11").write_bytes(b"k" * 32)
+    return directory
+
+
+def sealed(root: Path, keys: Path, encrypt: bool, *seeds: int) -> None:
+    """Objects of a tenant with keys."""
+    key_set = read_key_set(keys)
+    document = FileSystemTierDocument(name="disk", path=str(root), sharing="Pod")
+    tier = FileSystemTier(
+        document, TierLimits(1 << 26), sealing=Sealing(lambda: key_set, encrypt=encrypt)
+    )
+    tier.open(lambda *_: None)
+    for seed in seeds:
+        tier.write(*make(seed))
+    tier.close()
+
+
+def test_verify_without_keys_reports_that_tags_were_not_checked(
+    kvtier: Any, root: Path, keys: Path
+) -> None:
+    sealed(root, keys, False, 1, 2)
+    sealed(root, keys, True, 3)
+    outcome = kvtier("verify", root)
+    assert outcome.status == 0
+    assert "2 objects verified" in outcome.out
+    assert "1 not verified: encrypted" in outcome.out
+    assert "the tags of 2 objects were not checked" in outcome.out
+    found = kvtier("verify", root, "--json").json
+    assert (found["verified"], found["tagNotChecked"], found["encrypted"]) == (2, 2, 1)
+
+
+def test_verify_with_keys_checks_tags_and_decrypts(kvtier: Any, root: Path, keys: Path) -> None:
+    sealed(root, keys, False, 1, 2)
+    sealed(root, keys, True, 3)
+    outcome = kvtier("verify", root, "--keys", keys, "--json")
+    assert outcome.status == 0
+    assert (outcome.json["verified"], outcome.json["tagNotChecked"]) == (3, 0)
+
+
+def test_verify_with_keys_reports_planted_objects_and_deletes_none(
+    kvtier: Any, root: Path, keys: Path, tmp_path: Path
+) -> None:
+    sealed(root, keys, False, 1)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "stranger").write_bytes(b"x" * 32)
+    sealed(root, other, False, 2)
+    sealed(root, other, True, 3)
+    planted = open_tier(root, 1 << 26)
+    planted.write(*make(4))
+    planted.close()
+    outcome = kvtier("verify", root, "--keys", keys, "--delete")
+    assert outcome.status == 1
+    assert "3 not proven by the keys" in outcome.out
+    assert outcome.err.count("not proven: unknown_key") == 2
+    assert "not proven: unkeyed: the object carries no tag" in outcome.err
+    assert all(path_of(root, seed).exists() for seed in (1, 2, 3, 4))
+
+
+def test_verify_deletes_no_object_of_another_format_version(
+    kvtier: Any, root: Path, tier: FileSystemTier
+) -> None:
+    tier.close()
+    path = path_of(root, 1)
+    content = bytearray(path.read_bytes())
+    content[8] = 9
+    content[4080:4096] = preferred().digest(memoryview(content)[:4080])
+    path.write_bytes(content)
+    path_of(root, 2).write_bytes(content + bytes(4096))
+    outcome = kvtier("verify", root, "--delete", "--json")
+    assert outcome.status == 0
+    assert outcome.json["otherVersion"] == 2
+    assert path.read_bytes() == content
+    assert path_of(root, 2).exists()
+
+
+def test_inspect_tells_how_objects_are_sealed_and_that_it_does_not_check(
+    kvtier: Any, root: Path, keys: Path
+) -> None:
+    sealed(root, keys, False, 1, 2)
+    sealed(root, keys, True, 3)
+    out = kvtier("inspect", root).out.replace("\n", " ")
+    assert "2 tag, key 2026-11" in out
+    assert "1 AES256GCM, key 2026-11" in out
+    assert "tags are not checked here" in out
+    [namespace] = kvtier("inspect", root, "--json").json["namespaces"]
+    assert namespace["sampledSeals"] == {"tag, key 2026-11": 2, "AES256GCM, key 2026-11": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("absent", "must hold a file for each key"), ("short", "must have 32 to")]
+)
+def test_unusable_keys_are_an_error_of_the_option(
+    kvtier: Any, root: Path, tier: FileSystemTier, tmp_path: Path, name: str, text: str
+) -> None:
+    (tmp_path / "short").mkdir()
+    (tmp_path / "short" / "a").write_bytes(b"short")
+    outcome = kvtier("verify", root, "--keys", tmp_path / name)
+    assert outcome.status == 2
+    assert text in outcome.err

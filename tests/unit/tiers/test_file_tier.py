@@ -159,6 +159,15 @@ def test_a_root_whose_parent_is_missing_is_a_tier_error_and_is_not_made(tmp_path
 # Order and budget.
 
 
+def test_the_size_of_the_file_system_is_known_after_maintenance(tmp_path: Path) -> None:
+    with opened(tmp_path) as tier:
+        tier.maintain()
+        size, available = tier.volume()
+        volume = os.statvfs(tmp_path)
+        assert size == volume.f_blocks * volume.f_frsize
+        assert 0 < available <= size
+
+
 def test_least_recently_used_objects_are_evicted_first(tmp_path: Path) -> None:
     objects = [make_object(seed) for seed in range(20)]
     with opened(tmp_path, TierLimits(1 << 30)) as tier:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.errors import TierCorruptError, TierError, TierUnverifiableError
+from kvtier.errors import TierCorruptError, TierError, TierForeignError, TierUnverifiableError
 from kvtier.testing.objects import buffer, make_object
 from kvtier.tiers import checksum
 from kvtier.tiers.base import ObjectMeta, ObjectRef, aligned
@@ -104,18 +104,25 @@ def test_keys_that_differ_by_zeros_at_the_end_are_different_objects() -> None:
 )
 def test_random_bytes_are_not_a_header(seed: int, start: bytes) -> None:
     data = start + random.Random(seed).randbytes(HEADER_BYTES - len(start))
-    with pytest.raises(TierCorruptError):
+    with pytest.raises((TierCorruptError, TierForeignError)):
         read_header(memoryview(data), ObjectRef("0" * 32, b"\x00"), 4_096)
 
 
 @pytest.mark.parametrize("offset", [8, 9])
-def test_another_format_version_is_rejected_even_with_a_valid_checksum(
-    offset: int,
-) -> None:
+def test_another_format_version_is_foreign_not_corrupt(offset: int) -> None:
     ref = ObjectRef("2" * 32, b"\x00k")
     header, payload, meta = pack(ref, (100,), Blake3.kind, 1)
-    header[offset] += 1
+    header[offset] += 2
     header[-16:] = KINDS[meta.checksum_kind].digest(header[:-16])
+    with pytest.raises(TierForeignError, match="version"):
+        read_header(header, ref, payload.nbytes)
+
+
+@pytest.mark.parametrize("offset", [8, 9])
+def test_a_damaged_version_field_is_corrupt_not_foreign(offset: int) -> None:
+    ref = ObjectRef("2" * 32, b"\x00k")
+    header, payload, _ = pack(ref, (100,), Blake3.kind, 1)
+    header[offset] ^= 0x40
     with pytest.raises(TierCorruptError, match="version"):
         read_header(header, ref, payload.nbytes)
 

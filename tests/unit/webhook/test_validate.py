@@ -13,6 +13,7 @@ from tests.unit.webhook.fixtures import SERVING, admission_review, body, disk, p
 
 from kvtier_operator.api.allowlist import AllowedVolume
 from kvtier_operator.api.policy import KVTierPolicy
+from kvtier_operator.api.unenforced import NO_RESTARTS
 from kvtier_operator.api.validation import FieldError
 from kvtier_operator.settings import Settings
 from kvtier_operator.webhook import review
@@ -70,6 +71,11 @@ def test_fields_without_effect_and_fields_of_a_newer_definition_give_warnings() 
     assert not found.errors
     fields = {warning.split(":")[0] for warning in found.warnings}
     assert fields == {"spec.monitoring.podMonitor", "spec.fromTheFuture"}
+
+
+def test_restarts_that_the_administrator_does_not_allow_give_a_warning() -> None:
+    found = validated(policy_document(rollout={"strategy": "RestartWorkloads"}))
+    assert list(found.warnings) == [NO_RESTARTS]
 
 
 @pytest.mark.parametrize("case", INVALID, ids=lambda case: case.name)

@@ -104,7 +104,7 @@ def test_a_slot_that_is_reused_during_the_copy_fails_the_load_from_there_on(
 
 
 def test_an_odd_generation_is_never_believed(rank_testbed: RankTestbed) -> None:
-    """Somebody may be writing, even if the job names that very word."""
+    """The slot may be written, even if the job names that very word."""
     rank_testbed.reuse(1, 99)
     odd = rank_testbed.words[rank_testbed.slot(1) // 4096]
     job = replace(load_job(7, A, slots=rank_testbed.slots(1)), generations=(odd,))

@@ -94,6 +94,22 @@ def test_stores_are_made_although_vllm_0_24_skips_wait_for_save_in_empty_steps(
     assert testbed.tierd.wait(lambda tierd: tierd.of(Deliver) == [Deliver(reservations=(3,))])
 
 
+def test_an_idle_engine_delivers_its_stores_and_reports_them_with_its_next_step(
+    testbed: WorkerTestbed,
+) -> None:
+    testbed.engine.hold()
+    testbed.start(stores=[store_job(3, testbed.slot(1), A), store_job(4, testbed.slot(2), B)])
+    testbed.engine.move()
+    assert testbed.tierd.wait(lambda tierd: bool(tierd.of(Deliver))), "no hook ran in between"
+    testbed.engine.open = True
+
+    def delivered() -> set[int]:
+        return {n for each in testbed.tierd.of(Deliver) for n in each.reservations}  # type: ignore[attr-defined]
+
+    assert testbed.tierd.wait(lambda _: delivered() == {3, 4})
+    assert testbed.step().stores_done == {3: 1, 4: 1}
+
+
 def test_stores_are_passed_on_once(testbed: WorkerTestbed) -> None:
     metadata = StepMetadata(9, stores=[store_job(3, testbed.slot(1), A)])
     testbed.worker.start_load_kv(metadata)

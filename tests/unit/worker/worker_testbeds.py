@@ -122,7 +122,7 @@ class RankTestbed:
         return tuple(map(self.slot, numbers))
 
     def reuse(self, number: int, value: int) -> None:
-        """tierd evicts what is in a slot, and somebody writes there."""
+        """tierd evicts what is in a slot, and another engine writes there."""
         self.words[self.slot(number) // ALIGNMENT_BYTES] += 1
         self.fill_slot(number, value)
 

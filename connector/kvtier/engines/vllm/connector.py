@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvtier.config.loader import load_for_engine
+from kvtier.engines.vllm import early_start
 from kvtier.engines.vllm.config import engine_name, planner_for, use_vllm_log_handlers
 from kvtier.engines.vllm.counters import off_reason
 from kvtier.engines.vllm.identity import IdentityBuilder
@@ -103,6 +104,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             self._off_reason = f"{type(error).__name__}: {error}"
             self._stats.add("off", 1, off_reason(error))
             logger.exception("KVTier: serving without tiers after an unexpected error")
+        if self._off_reason and role is KVConnectorRole.SCHEDULER:
+            early_start.abandon(topology_directory(vllm_config.kv_transfer_config))
 
     def _start(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -135,7 +138,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         identity = IdentityBuilder(vllm_config, planner, topology.structural)
         session = TierdSession(topology, planner, engine, identity)
         scheduler = KVTierConnectorScheduler(session, planner)
-        self._supervisor = Supervisor(Path(directory), topology)
+        self._supervisor = early_start.take(directory, topology)
         self._supervisor.ensure()
         scheduler.start()
         self._scheduler = scheduler

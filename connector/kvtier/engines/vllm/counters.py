@@ -100,6 +100,11 @@ COUNTERS = (
         ("ConfigurationError", "UnsupportedGeometryError", UNEXPECTED),
     ),
 )  # fmt: skip
+LOAD_DURATION = (
+    "load_duration_seconds",
+    "Duration of loads, from the worker's receipt of the job to its report.",
+)
+"""Name and help of the histogram of loads."""
 BY_NAME = {metric.name: metric for metric in COUNTERS}
 
 

@@ -33,8 +33,8 @@ class LoadJob:
     """Copies slots of the host pool into GPU blocks.
 
     ``runs[i]`` belongs to the i-th key of the load, which is at byte offset ``slots[i]``, as long
-    as the slot's generation word is ``generations[i]``. Keys beyond the end of ``slots`` are not in
-    RAM any more. ``epoch``: the tierd epoch that named the slots; a worker that is attached to
+    as the slot's generation word is ``generations[i]``. Keys beyond the end of ``slots`` are no
+    longer in RAM. ``epoch``: the tierd epoch that named the slots; a worker that is attached to
     another one fails the job. ``timeout_seconds``: how long the worker submits copies, from when it
     receives the job.
     """

@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from kvtier.engines.vllm.counters import BY_NAME, COUNTERS, TIER, check
+from kvtier.engines.vllm.counters import BY_NAME, COUNTERS, LOAD_DURATION, TIER, check
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -109,8 +109,8 @@ class KVTierPromMetrics(KVConnectorPromMetrics):
             for metric in COUNTERS
         }
         self._load_seconds = histogram(
-            name="vllm:kvtier_load_duration_seconds",
-            documentation="Duration of loads, from the worker's receipt of the job to its report.",
+            name=f"vllm:kvtier_{LOAD_DURATION[0]}",
+            documentation=LOAD_DURATION[1],
             buckets=list(LOAD_BUCKETS),
             labelnames=labelnames,
         )

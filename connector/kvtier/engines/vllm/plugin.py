@@ -17,6 +17,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from kvtier.engines.vllm import offload_region
 from kvtier.engines.vllm.config import use_vllm_log_handlers
 from kvtier.tierd import liveness
 
@@ -42,6 +43,31 @@ def register() -> None:
         logger.exception("KVTier: not attached: this vLLM is not supported: %s", error)
     if directory:
         _watch_weights()
+        _start_tierd()
+
+
+def _start_tierd() -> None:
+    """Starts tierd early, where this is the process of an engine with KVTier's connector."""
+    try:
+        from kvtier.engines.vllm import early_start
+
+        early_start.start_in_engine_process()
+    except Exception as error:  # the connector starts it
+        logger.exception("KVTier: cannot start tierd early: %s", error)
+
+
+def _note_attached(engine_args: Any, directory: str) -> None:
+    """The engine will have KVTier's connector, with this topology."""
+    from vllm import envs
+
+    from kvtier.engines.vllm import early_start
+
+    transfer = engine_args.kv_transfer_config
+    values = transfer if isinstance(transfer, dict) else vars(transfer)
+    extra = values.get("kv_connector_extra_config") or {}
+    ours = values.get("kv_connector") == CONNECTOR_NAME
+    if ours and extra.get("topology", directory) == directory:
+        early_start.note_attached(directory, not envs.VLLM_ENABLE_V1_MULTIPROCESSING)
 
 
 def _watch_weights() -> None:
@@ -78,11 +104,16 @@ def attach(engine_args: Any, directory: str, create: Callable[[], Any]) -> Any:
     reason = _conflict(engine_args) or _configure(engine_args, directory)
     if reason:
         logger.warning("KVTier: not attached: %s", reason)
-        return create()
+        config = create()
+        if directory and engine_args.kv_transfer_config is not None:
+            # The user's configuration may name the same connector.
+            _note_attached(engine_args, directory)
+        return config
     try:
         config = create()
         if not getattr(config.model_config, "is_encoder_decoder", False):
             if directory:
+                _note_attached(engine_args, directory)
                 logger.info("KVTier: attached by %s=%s", TOPOLOGY_VARIABLE, directory)
             else:
                 connector = engine_args.kv_transfer_config.kv_connector
@@ -122,6 +153,10 @@ def _configure(engine_args: Any, directory: str) -> str:
         if not directory:
             transfer = KVTransferConfig(**json.loads(os.environ.get(TRANSFER_CONFIG_VARIABLE, "")))
             _import_connector(transfer)
+            if transfer.kv_connector == "OffloadingConnector":
+                reason = offload_region.prepare(transfer)
+                if reason:
+                    return reason
             engine_args.kv_transfer_config = transfer
             return ""
         # In here a failure to import costs a log line, not the engine's start.

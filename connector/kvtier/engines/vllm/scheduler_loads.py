@@ -408,7 +408,7 @@ class SchedulerLoads:
         self, state: RequestState, promotion: PendingPromotion | None, first: int, count: int
     ) -> list[int]:
         """Returns where the ``count`` keys from chunk ``first`` on are, up to the first one that is
-        not in RAM any more."""
+        no longer in RAM."""
         if promotion is not None and promotion.first_chunk == first:
             promoted = promotion.locations[: promotion.usable_keys]
             return list(promoted[:count])

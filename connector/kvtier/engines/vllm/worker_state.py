@@ -114,7 +114,7 @@ class SlotGenerations:
             return 0
         for index, (slot, generation) in enumerate(zip(slots, generations, strict=False)):
             page = slot >> PAGE_SHIFT
-            # An odd word means that somebody may be writing, whatever the job says.
+            # An odd word means that the slot may be written, even if the job names that word.
             if not 0 <= page < len(words) or words[page] != generation or generation & 1:
                 return index
         return min(len(slots), len(generations))

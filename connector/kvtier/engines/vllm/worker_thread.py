@@ -5,8 +5,8 @@ because handing a job over means waiting for the interpreter lock. The transfer 
 take time: the session with tierd, the pool, and draining. It also does what the hooks do while the
 engine is idle, that is, when no hook has run for ``IDLE_HOOK_SECONDS``.
 
-One lock, ``_copies``, guards the copy engine, the loads, the stores and the outbox. Nobody waits
-for the device or for another process while holding it.
+One lock, ``_copies``, guards the copy engine, the loads, the stores and the outbox. No thread waits
+for the device or for another process while it holds the lock.
 
 When tierd is lost, the epoch is cleared under that lock, so that nothing more is submitted. Then
 the thread waits for the copies without the lock, ends the loads and drops the stores. Only then

@@ -2,7 +2,7 @@
 
     offset  size  content (integers are little-endian)
          0     8  magic "KVTIEROB"
-         8     2  format version, 1
+         8     2  format version: 1, or 2 if the object is encrypted
         10     1  checksum kind: 1 XXH3-128, 2 BLAKE3 cut to 128 bits
         11     1  KV cache group (first byte of the key)
         12     4  number of shards, 1..64
@@ -11,12 +11,18 @@
         40     1  length of the key, 1..64
         41    64  key, zeros behind it
        105     7  zeros
-       112    32  keyed BLAKE3 tag of the object if objects are keyed, else zeros
-       144   112  zeros
+       112    32  keyed BLAKE3 tag, or AES-GCM tag (16, zeros behind it), or zeros (seal.py)
+       144    32  id of the key of the tag, ASCII, zeros behind it; zeros without a tag
+       176    32  version 2: salt of the object's key, else zeros
+       208    12  version 2: nonce, else zeros
+       220    36  zeros
        256  40*n  per shard: exact size (8), checksum over exactly these bytes (16), zeros (16)
          …     …  zeros
       4080    16  checksum, of the same kind, over bytes 0..4079
       4096     …  shards, each from a multiple of 4096, zeros between them
+
+In version 2, bytes 256..4079 and everything from 4096 are encrypted; the last checksum covers the
+encrypted header.
 
 Every byte is covered: the header and the shards by their checksums, the padding by being zero, the
 end by the file's size. A file that parses and verifies is the requested object, byte for byte.
@@ -25,14 +31,22 @@ end by the file's size. A file that parses and verifies is the requested object,
 from __future__ import annotations
 
 import struct
+from dataclasses import dataclass
 
-from kvtier.errors import TierCorruptError, TierUnverifiableError
+from kvtier.errors import (
+    TierCorruptError,
+    TierForeignError,
+    TierUntrustedError,
+    TierUnverifiableError,
+)
 from kvtier.tiers.base import ObjectMeta, ObjectRef, aligned
-from kvtier.tiers.checksum import DIGEST_BYTES, Blake3, Xxh3, by_kind
+from kvtier.tiers.checksum import DIGEST_BYTES, Blake3, Checksum, Xxh3, by_kind
 
 HEADER_BYTES = 4096
 MAGIC = b"KVTIEROB"
 VERSION = 1
+ENCRYPTED_VERSION = 2
+VERSIONS = (VERSION, ENCRYPTED_VERSION)
 MAX_SHARDS = 64
 MAX_KEY_BYTES = 64
 SUFFIX = ".kv"
@@ -41,8 +55,33 @@ _KINDS = {Xxh3.kind: 1, Blake3.kind: 2}
 _NAMES = {number: kind for kind, number in _KINDS.items()}
 _FIXED = struct.Struct("<8sHBBIQ16sB64s")
 _SHARD = struct.Struct("<Q16s16x")
-_SHARDS_AT = 256
-_DIGEST_AT = HEADER_BYTES - DIGEST_BYTES
+_VERSION = struct.Struct("<8xH")
+_SEAL = struct.Struct("<32s32s32s12s")
+_SEAL_AT = 112
+SHARDS_AT = 256
+"""The fixed part ends here, and what version 2 encrypts begins."""
+DIGEST_AT = HEADER_BYTES - DIGEST_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class SealFields:
+    """The fields of a header that seal an object (seal.py). ``key_id``: empty without a tag."""
+
+    tag: bytes = bytes(32)
+    key_id: str = ""
+    salt: bytes = bytes(32)
+    nonce: bytes = bytes(12)
+
+
+@dataclass(frozen=True, slots=True)
+class FixedHeader:
+    """The verified fixed part of a header."""
+
+    version: int
+    checksum: Checksum
+    shards: int
+    payload_bytes: int
+    seal: SealFields
 
 
 def write_header(header: memoryview, ref: ObjectRef, meta: ObjectMeta) -> None:
@@ -60,7 +99,7 @@ def write_header(header: memoryview, ref: ObjectRef, meta: ObjectMeta) -> None:
         )
     if not 1 <= len(ref.key) <= MAX_KEY_BYTES:
         raise ValueError(f"key of {len(ref.key)} bytes: must be 1 to {MAX_KEY_BYTES}")
-    header[:] = bytes(HEADER_BYTES)
+    header[:HEADER_BYTES] = bytes(HEADER_BYTES)
     _FIXED.pack_into(
         header,
         0,
@@ -75,44 +114,117 @@ def write_header(header: memoryview, ref: ObjectRef, meta: ObjectMeta) -> None:
         ref.key,
     )
     for number, (size, digest) in enumerate(zip(meta.shard_bytes, meta.checksums, strict=True)):
-        _SHARD.pack_into(header, _SHARDS_AT + number * _SHARD.size, size, digest)
-    header[_DIGEST_AT:] = checksum.digest(header[:_DIGEST_AT])
+        _SHARD.pack_into(header, SHARDS_AT + number * _SHARD.size, size, digest)
+    finish_header(header, checksum)
+
+
+def finish_header(header: memoryview, checksum: Checksum) -> None:
+    """Writes the checksum of the header, as the last step."""
+    header[DIGEST_AT:HEADER_BYTES] = checksum.digest(header[:DIGEST_AT])
+
+
+def describe_seal(header: bytes) -> str:
+    """How an object says that it is sealed, for people. Nothing is verified."""
+    if len(header) < HEADER_BYTES or header[:8] != MAGIC:
+        return "not an object"
+    (version,) = _VERSION.unpack_from(header)
+    if version not in VERSIONS:
+        return f"format version {version}"
+    raw = _SEAL.unpack_from(header, _SEAL_AT)[1].rstrip(b"\0")
+    key_id = "".join(chr(byte) if 32 < byte < 127 else "?" for byte in raw)
+    if version == ENCRYPTED_VERSION:
+        return f"AES256GCM, key {key_id}"
+    return f"tag, key {key_id}" if key_id else "no tag"
+
+
+def set_seal(header: memoryview, version: int, seal: SealFields) -> None:
+    """Writes the version and the fields of a seal. The header must be finished afterwards."""
+    header[8:10] = version.to_bytes(2, "little")
+    _SEAL.pack_into(header, _SEAL_AT, seal.tag, seal.key_id.encode("ascii"), seal.salt, seal.nonce)
+
+
+def is_foreign(header: bytes | memoryview) -> bool:
+    """Whether this is the start of an object of a format version that this release cannot read.
+
+    A damaged version field does not make an object foreign: with the version that it had, the
+    checksum of the header is right.
+    """
+    if len(header) < _VERSION.size or header[:8] != MAGIC:
+        return False
+    (version,) = _VERSION.unpack_from(header)
+    if version in VERSIONS:
+        return False
+    if len(header) < HEADER_BYTES:
+        return True
+    checksum = by_kind(_NAMES.get(header[10], ""))
+    if checksum is None:
+        return True
+    own = bytearray(header[:HEADER_BYTES])
+    for candidate in VERSIONS:
+        own[8:10] = candidate.to_bytes(2, "little")
+        if checksum.digest(memoryview(own)[:DIGEST_AT]) == own[DIGEST_AT:]:
+            return False
+    return True
 
 
 def read_header(header: memoryview, ref: ObjectRef, payload_bytes: int) -> ObjectMeta:
-    """Parses and verifies the header of object ``ref``.
+    """Parses and verifies the header of object ``ref``, which must not be encrypted. Its tag is not
+    checked.
 
-    Raises ``TierCorruptError`` if it is not that of exactly this object and size, and
-    ``TierUnverifiableError`` if this process cannot compute its checksum.
+    Raises what ``read_fixed`` and ``read_shards`` raise, and ``TierUntrustedError``.
+    """
+    fixed = read_fixed(header, ref, payload_bytes)
+    if fixed.version == ENCRYPTED_VERSION:
+        raise TierUntrustedError("no_key", f"encrypted with key {fixed.seal.key_id!r}")
+    return read_shards(header, fixed)
+
+
+def read_fixed(header: memoryview, ref: ObjectRef, payload_bytes: int) -> FixedHeader:
+    """Verifies the header of object ``ref`` and parses its fixed part.
+
+    Raises ``TierCorruptError`` if it is not that of exactly this object and size,
+    ``TierForeignError`` if it has another format version, and ``TierUnverifiableError`` if this
+    process cannot compute its checksum.
     """
     magic, version, kind, group, shards, length, namespace, key_bytes, key = _FIXED.unpack_from(
         header, 0
     )
     if magic != MAGIC:
         raise TierCorruptError(f"not an object file: it starts with {magic!r}")
-    if version != VERSION:
-        raise TierCorruptError(f"unsupported format version {version}: must be {VERSION}")
+    if version not in VERSIONS:
+        if is_foreign(header):
+            raise TierForeignError(f"format version {version}: this release reads {VERSIONS}")
+        raise TierCorruptError(f"damaged format version {version}")
     if kind not in _NAMES:
         raise TierCorruptError(f"unknown checksum kind {kind}")
     checksum = by_kind(_NAMES[kind])
     if checksum is None:
         # Other processes may be able to verify it, so it must not be removed as corrupt.
         raise TierUnverifiableError(f"checksum {_NAMES[kind]} is not available in this process")
-    if checksum.digest(header[:_DIGEST_AT]) != header[_DIGEST_AT:]:
+    if checksum.digest(header[:DIGEST_AT]) != header[DIGEST_AT:HEADER_BYTES]:
         raise TierCorruptError("header checksum mismatch")
     if namespace.hex() != ref.namespace or key[:key_bytes] != ref.key or group != ref.key[0]:
         raise TierCorruptError(f"file of another object: {namespace.hex()}/{key[:key_bytes].hex()}")
     if not 1 <= shards <= MAX_SHARDS:
         raise TierCorruptError(f"{shards} shards: must be 1 to {MAX_SHARDS}")
+    if length != payload_bytes:
+        raise TierCorruptError(f"payload of {length} bytes, expected {payload_bytes}")
+    tag, key_id, salt, nonce = _SEAL.unpack_from(header, _SEAL_AT)
+    seal = SealFields(tag, key_id.rstrip(b"\0").decode("ascii", "replace"), salt, nonce)
+    return FixedHeader(version, checksum, shards, length, seal)
+
+
+def read_shards(header: memoryview, fixed: FixedHeader) -> ObjectMeta:
+    """Parses the rest of the header, decrypted if it was encrypted. Raises ``TierCorruptError``."""
     sizes, digests = [], []
-    for number in range(shards):
-        size, digest = _SHARD.unpack_from(header, _SHARDS_AT + number * _SHARD.size)
+    for number in range(fixed.shards):
+        size, digest = _SHARD.unpack_from(header, SHARDS_AT + number * _SHARD.size)
         sizes.append(size)
         digests.append(digest)
-    meta = ObjectMeta(tuple(sizes), checksum.kind, tuple(digests))
-    if length != meta.payload_bytes or length != payload_bytes:
+    meta = ObjectMeta(tuple(sizes), fixed.checksum.kind, tuple(digests))
+    if meta.payload_bytes != fixed.payload_bytes:
         raise TierCorruptError(
-            f"payload of {length} bytes, shards of {meta.payload_bytes}, expected {payload_bytes}"
+            f"payload of {fixed.payload_bytes} bytes, shards of {meta.payload_bytes}"
         )
     return meta
 

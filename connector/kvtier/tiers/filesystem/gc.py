@@ -23,11 +23,12 @@ from kvtier.tiers.filesystem.election import (
     read_ledger,
 )
 from kvtier.tiers.filesystem.index import Index
-from kvtier.tiers.filesystem.inspect import Survey, objects_of, survey
+from kvtier.tiers.filesystem.inspect import Survey, survey
 from kvtier.tiers.filesystem.io import GONE
 from kvtier.tiers.filesystem.layout import CONTROL, IDENTITY, Modes
 from kvtier.tiers.filesystem.maintenance import DirectoryMaintenance
 from kvtier.tiers.filesystem.quota import limit_bytes
+from kvtier.tiers.filesystem.verify import objects_of
 from kvtier.tiers.filesystem.walker import ObjectFile, object_path
 
 _NEVER_SECONDS = 10**9

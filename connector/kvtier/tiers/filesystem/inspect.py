@@ -1,25 +1,22 @@
-"""Inspects a tier's directory from outside: what it holds, who uses it, whether every object is
-intact (``kvtier inspect``, ``kvtier verify``).
+"""Inspects a tier's directory from outside: what it holds and who uses it (``kvtier inspect``).
 
-It does not take part in the protocol of the directory and writes nothing; ``verify`` can remove
-corrupt objects. Raises ``ConfigurationError`` for a directory that is not a tier's, and
-``OSError``.
+It does not take part in the protocol of the directory and writes nothing. Raises
+``ConfigurationError`` for a directory that is not a tier's, and ``OSError``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import mmap
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvtier.errors import ConfigurationError, TierCorruptError, TierError
-from kvtier.tiers.base import ObjectRef
+from kvtier.errors import ConfigurationError
 from kvtier.tiers.filesystem import io
 from kvtier.tiers.filesystem.election import (
     current_term,
@@ -28,7 +25,7 @@ from kvtier.tiers.filesystem.election import (
     read_ledger,
     read_writer,
 )
-from kvtier.tiers.filesystem.format import HEADER_BYTES, read_header, verify_payload
+from kvtier.tiers.filesystem.format import HEADER_BYTES, describe_seal
 from kvtier.tiers.filesystem.layout import (
     CONTROL,
     DIRECTORY_BYTES,
@@ -37,16 +34,19 @@ from kvtier.tiers.filesystem.layout import (
     grants_in,
     writers_path,
 )
-from kvtier.tiers.filesystem.walker import ObjectFile, ScanReport, object_path, walk
+from kvtier.tiers.filesystem.walker import Bucket, ScanReport, object_path, walk
 
 _NAMESPACE = re.compile(r"[0-9a-f]{32}")
 _MAX_IDENTITY_BYTES = 1 << 20
+SAMPLED_OBJECTS = 256
+"""Objects of a namespace whose headers ``survey`` reads."""
 
 
 @dataclass(slots=True)
 class NamespaceUsage:
     """One namespace. ``oldest``, ``newest``: last uses, in seconds since the epoch by the file
-    system's clock.
+    system's clock. ``seals``: how the first ``SAMPLED_OBJECTS`` say that they are sealed, which
+    nothing proves here.
     """
 
     name: str
@@ -55,6 +55,7 @@ class NamespaceUsage:
     size_bytes: int = 0
     oldest: float | None = None
     newest: float | None = None
+    seals: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,8 @@ def tier_root(path: Path) -> Path:
 
 
 def survey(root: Path, now: float) -> Survey:
-    """Reads everything by name and size. ``now``: seconds since the epoch."""
+    """Reads everything by name and size, and the headers of a few objects. ``now``: seconds since
+    the epoch."""
     report = ScanReport()
     spaces: dict[str, NamespaceUsage] = {}
     total = other = 0
@@ -116,6 +118,7 @@ def survey(root: Path, now: float) -> Survey:
             view = spaces[bucket.namespace] = NamespaceUsage(
                 bucket.namespace, _identity(root / bucket.namespace)
             )
+        _sample_seals(str(root), bucket, view)
         total += DIRECTORY_BYTES + bucket.other_bytes
         other += bucket.other_bytes
         for found in bucket.objects:
@@ -141,6 +144,15 @@ def survey(root: Path, now: float) -> Survey:
         ledger=ledger,
         writers=writers,
     )
+
+
+def _sample_seals(root: str, bucket: Bucket, view: NamespaceUsage) -> None:
+    for found in bucket.objects:
+        if view.seals.total() >= SAMPLED_OBJECTS:
+            return
+        with contextlib.suppress(OSError):
+            path = object_path(root, found.namespace, found.key)
+            view.seals[describe_seal(io.read_start(path, HEADER_BYTES))] += 1
 
 
 def _leader_state(ledger: dict[str, Any]) -> str:
@@ -204,98 +216,3 @@ def _identity(namespace: Path) -> dict[str, str]:
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
         return {}
     return {key: str(value) for key, value in found.items() if value not in (None, "")}
-
-
-@dataclass(frozen=True, slots=True)
-class FailedObject:
-    """An object that failed verification. ``corrupt``: proven; else it could not be read."""
-
-    path: str
-    reason: str
-    corrupt: bool
-    deleted: bool
-
-
-@dataclass(slots=True)
-class VerifyReport:
-    """Counts of ``verify``."""
-
-    objects: int = 0
-    size_bytes: int = 0
-    vanished: int = 0
-    unverifiable: int = 0
-    bad: list[FailedObject] = field(default_factory=list)
-
-    @property
-    def corrupt(self) -> int:
-        """How many objects are proven to be corrupt."""
-        return sum(each.corrupt for each in self.bad)
-
-
-def objects_of(root: Path, now: float) -> list[ObjectFile]:
-    """Every object, by name and size."""
-    return [
-        found for bucket in walk(root, now, ScanReport(), clean=False) for found in bucket.objects
-    ]
-
-
-def verify(
-    root: Path,
-    objects: list[ObjectFile],
-    *,
-    delete: bool,
-    progress: Callable[[VerifyReport], None] = lambda _: None,
-) -> VerifyReport:
-    """Reads and verifies objects; ``delete`` removes corrupt ones. Objects that are removed
-    while it runs count as vanished.
-    """
-    report = VerifyReport()
-    header = memoryview(mmap.mmap(-1, HEADER_BYTES))
-    buffer = memoryview(mmap.mmap(-1, HEADER_BYTES))
-    direct = False
-    with contextlib.suppress(OSError):
-        direct = io.direct_io_supported(root)
-    for found in objects:
-        size = found.size_bytes - HEADER_BYTES
-        ref = ObjectRef(found.namespace, found.key)
-        path = object_path(str(root), found.namespace, found.key)
-        try:
-            # Before memory is allocated for it: a foreign file may have any size.
-            read_header(_header_of(path, header), ref, size)
-            if buffer.nbytes < size:
-                buffer = memoryview(mmap.mmap(-1, size))
-            io.read_file(path, header, buffer[:size], direct)
-            verify_payload(buffer[:size], read_header(header, ref, size))
-        except TierCorruptError as error:
-            report.bad.append(FailedObject(path, str(error), True, delete and _unlinked(path)))
-        except TierError:
-            # Its checksum is not available in this process.
-            report.unverifiable += 1
-        except OSError as error:
-            # If the directory itself is gone, the object was not removed from it.
-            if error.errno in io.GONE and os.path.isdir(root):
-                report.vanished += 1
-            else:
-                report.bad.append(FailedObject(path, str(error.strerror or error), False, False))
-        else:
-            report.objects += 1
-            report.size_bytes += found.size_bytes
-        progress(report)
-    return report
-
-
-def _header_of(path: str, header: memoryview) -> memoryview:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        header[:] = os.pread(descriptor, HEADER_BYTES, 0).ljust(HEADER_BYTES, b"\0")
-        return header
-    finally:
-        os.close(descriptor)
-
-
-def _unlinked(path: str) -> bool:
-    try:
-        os.unlink(path)
-    except OSError:
-        return False
-    return True

@@ -11,6 +11,7 @@ import errno
 import mmap
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -118,6 +119,29 @@ def _read_file(path: str, header: memoryview, payload: memoryview, direct: bool)
         os.close(descriptor)
 
 
+@contextlib.contextmanager
+def new_file(path: str, *, modes: Modes, direct: bool, sync: bool) -> Iterator[int]:
+    """Creates a file and yields its descriptor, for ``write_at``. Raises ``OSError``; the caller
+    removes a partial file.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | (_O_DIRECT if direct else 0)
+    descriptor = os.open(path, flags, modes.file)
+    try:
+        if modes.gid is not None:
+            os.fchown(descriptor, -1, modes.gid)
+            os.fchmod(descriptor, modes.file)
+        yield descriptor
+        if sync:
+            os.fdatasync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_at(descriptor: int, buffers: list[memoryview], position: int) -> None:
+    """Writes all buffers, one after the other. Raises ``OSError``."""
+    _transfer(descriptor, buffers, os.pwritev, position)
+
+
 def write_file(
     path: str,
     header: memoryview,
@@ -128,27 +152,24 @@ def write_file(
     sync: bool,
 ) -> None:
     """Creates a file from both buffers. Raises ``OSError``; the caller removes a partial file."""
-    flags = (
-        os.O_WRONLY
-        | os.O_CREAT
-        | os.O_EXCL
-        | os.O_CLOEXEC
-        | (_O_DIRECT if direct and is_aligned(payload) else 0)
-    )
-    descriptor = os.open(path, flags, modes.file)
+    direct = direct and is_aligned(payload)
+    with new_file(path, modes=modes, direct=direct, sync=sync) as descriptor:
+        write_at(descriptor, [header, payload], 0)
+
+
+def read_start(path: str, size_bytes: int) -> bytes:
+    """The first bytes of a regular file, fewer if it is shorter. Raises ``OSError``."""
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    descriptor = os.open(path, flags)
     try:
-        if modes.gid is not None:
-            os.fchown(descriptor, -1, modes.gid)
-            os.fchmod(descriptor, modes.file)
-        _transfer(descriptor, [header, payload], os.pwritev)
-        if sync:
-            os.fdatasync(descriptor)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return b""
+        return os.pread(descriptor, size_bytes, 0)
     finally:
         os.close(descriptor)
 
 
-def _transfer(descriptor: int, buffers: list[memoryview], call: object) -> None:
-    position = 0
+def _transfer(descriptor: int, buffers: list[memoryview], call: object, position: int = 0) -> None:
     rest = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
     while rest:
         count: int = call(descriptor, rest, position)  # type: ignore[operator]

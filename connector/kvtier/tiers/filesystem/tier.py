@@ -6,7 +6,9 @@ whole or not at all. So the directory never exceeds its capacity, and a writer t
 no directory from which its file could appear later. Object directories are created only where the
 rename finds them missing, and are charged.
 
-What is read is verified before it is used. A file that fails verification is removed.
+What is read is verified before it is used. A file that is proven to be corrupt is removed. One that
+this process merely cannot use, such as an object without the right tag, is a miss and stays
+(unusable.py).
 
 Threads: see ``kvtier.tiers.base``. A background thread maintains the directory (maintenance.py).
 """
@@ -16,10 +18,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import mmap
 import os
 import stat
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -29,10 +29,14 @@ from kvtier.config.models import FileSystemTierDocument
 from kvtier.errors import (
     TierCorruptError,
     TierError,
+    TierForeignError,
     TierMissError,
     TierNoSpaceError,
     TierUnavailableError,
+    TierUntrustedError,
+    TierUnverifiableError,
 )
+from kvtier.files import volume_bytes
 from kvtier.tiers.base import (
     ObjectMeta,
     ObjectRef,
@@ -43,29 +47,24 @@ from kvtier.tiers.base import (
     TierUsage,
     aligned,
 )
-from kvtier.tiers.checksum import preferred
 from kvtier.tiers.filesystem import io
 from kvtier.tiers.filesystem.directory import TierDirectory
-from kvtier.tiers.filesystem.format import (
-    HEADER_BYTES,
-    clear_padding,
-    read_header,
-    verify_payload,
-    write_header,
-)
+from kvtier.tiers.filesystem.format import HEADER_BYTES
 from kvtier.tiers.filesystem.index import MAX_INDEXED_OBJECTS, Index
 from kvtier.tiers.filesystem.io import GONE
 from kvtier.tiers.filesystem.layout import DIRECTORY_BYTES, IDENTITY, Modes, make_directory
 from kvtier.tiers.filesystem.maintenance import DirectoryMaintenance
+from kvtier.tiers.filesystem.object_files import ObjectFiles
 from kvtier.tiers.filesystem.quota import ByteAllocation
 from kvtier.tiers.filesystem.scan_scheduler import TOUCH_SECONDS
+from kvtier.tiers.filesystem.seal import Sealing
+from kvtier.tiers.filesystem.unusable import UnusableObjects
 from kvtier.tiers.filesystem.walker import ScanReport, object_path
 
 _log = logging.getLogger("kvtier.tiers.filesystem")
 _RENAME_ATTEMPTS = 4
 """The leader removes empty directories at any moment, so creating and using one may have to be
 repeated."""
-_CHECK_BYTES = 4096
 
 
 def _ignore(_namespace: str, _key: bytes, _present: bool) -> None:
@@ -75,7 +74,8 @@ def _ignore(_namespace: str, _key: bytes, _present: bool) -> None:
 class FileSystemTier(Tier):
     """A tier in a directory. ``gid``: group of the created files, None for the process's own.
     ``wall``: seconds since the epoch. ``clock``: monotonic seconds, for leases. ``max_objects``:
-    how many objects are indexed at most (index.py).
+    how many objects are indexed at most (index.py). ``sealing``: how objects are tagged or
+    encrypted, None for neither.
 
     The constructor does no I/O; ``open`` reports what is wrong with the directory.
     """
@@ -88,13 +88,13 @@ class FileSystemTier(Tier):
         wall: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
         max_objects: int = MAX_INDEXED_OBJECTS,
+        sealing: Sealing | None = None,
     ) -> None:
         self.name = document.name
         self.capabilities = TierCapabilities(
             persistent=True, shared=document.sharing != "Pod", indexed=True
         )
         self.report = ScanReport()
-        self.direct = False
         self._probe_direct_again = False
         self._root = Path(document.path)
         self._direct_io = document.direct_io
@@ -102,10 +102,12 @@ class FileSystemTier(Tier):
         self._modes = Modes(0o640, 0o750, None) if gid is None else Modes(0o660, 0o2770, gid)
         self._wall = wall
         self._clock = clock
+        self._volume = (0, 0)
         self._index = Index(limits.capacity_bytes, max_objects, self._displaced)
         self._reported_unindexed = False
         self._on_change: OnChange = _ignore
-        self._headers = threading.local()
+        self._files = ObjectFiles(self._modes, sealing)
+        self._unusable = UnusableObjects(clock)
         self._described: set[str] = set()
         self._described_at = clock()
         self._directory = TierDirectory(
@@ -125,10 +127,12 @@ class FileSystemTier(Tier):
     def open(self, on_change: OnChange) -> None:
         """Joins the directory, scans it and reports every object.
 
-        Raises ``TierUnavailableError`` if the directory cannot be used. If the file system is full
+        Raises ``TierKeyMissingError`` if objects are to be sealed and there are no keys, and
+        ``TierUnavailableError`` if the directory cannot be used. If the file system is full
         or read-only, existing objects are served, and stores start when it accepts writes.
         """
         self._on_change = on_change
+        self._files.keys()
         try:
             self.maintenance.join()
         except TierNoSpaceError as error:
@@ -150,7 +154,7 @@ class FileSystemTier(Tier):
             raise TierUnavailableError(
                 f"{self._root}: directIO is Always, but the file system does not support direct I/O"
             )
-        self.direct = works
+        self._files.direct = works
 
     def close(self) -> None:
         """Stops evicting and writing; calls in flight end by themselves. Returns grants and
@@ -170,19 +174,42 @@ class FileSystemTier(Tier):
             self.maintenance.grants.revoke()
         self.maintenance.wake()
 
+    def keys_changed(self) -> None:
+        """The keys of the tier's objects have changed: what could not be used before is announced
+        again, and judged when it is read. Any thread may call this.
+        """
+        self._announce(self._unusable.keys_changed())
+
+    def _announce(self, usable_again: list[ObjectRef]) -> None:
+        for ref in usable_again:
+            if self._index.contains(ref.namespace, ref.key):
+                self._on_change(ref.namespace, ref.key, True)
+
     # Queries without I/O.
 
+    @property
+    def direct(self) -> bool:
+        """Whether files are read and written with direct I/O."""
+        return self._files.direct
+
     def contains(self, ref: ObjectRef) -> bool:
-        """Whether the object is indexed."""
-        return self._index.contains(ref.namespace, ref.key)
+        """Whether the object is indexed, and not known to be unusable."""
+        return self._index.contains(ref.namespace, ref.key) and ref not in self._unusable
 
     def keys(self, namespace: str) -> Iterator[bytes]:
         """A namespace's keys, each that is there all the while."""
-        return self._index.keys(namespace)
+        found = self._index.keys(namespace)
+        if not self._unusable:
+            return found
+        return (key for key in found if ObjectRef(namespace, key) not in self._unusable)
 
     def usage(self) -> TierUsage:
         """What the directory is charged for."""
         return self._index.usage()
+
+    def volume(self) -> tuple[int, int]:
+        """Size and free bytes of its file system."""
+        return self._volume
 
     def touch(self, ref: ObjectRef, previous: bytes = b"") -> None:
         """Makes the object the most recently used."""
@@ -204,18 +231,21 @@ class FileSystemTier(Tier):
             return False
         if self._index.add(ref.namespace, ref.key, status.st_size):
             self._on_change(ref.namespace, ref.key, True)
-        return True
+        return ref not in self._unusable
 
     def read(self, ref: ObjectRef, into: memoryview) -> ObjectMeta:
         """Reads and verifies the object; see the base class."""
-        path = self._path(ref)
-        header = self._header()
+        path, generation = self._path(ref), self._unusable.generation
         try:
-            modified = io.read_file(path, header, into, self.direct)
-            meta = read_header(header, ref, into.nbytes)
-            verify_payload(into, meta)
+            meta, modified = self._files.read(path, ref, into)
         except TierCorruptError:
             self._discard(ref, path)
+            raise
+        except (TierForeignError, TierUnverifiableError):
+            self._set_unusable(ref, False, generation)
+            raise
+        except TierUntrustedError as error:
+            self._set_unusable(ref, error.reason != "no_key", generation)
             raise
         except OSError as error:
             raise self._read_error(ref, path, error) from error
@@ -243,49 +273,48 @@ class FileSystemTier(Tier):
 
     def write(self, ref: ObjectRef, payload: memoryview, meta: ObjectMeta) -> None:
         """Writes under a temporary name and renames; see the base class."""
-        if self._index.contains(ref.namespace, ref.key):
-            self._index.touch(ref.namespace, ref.key, meta.previous)
+        replaces = self._unusable.replaceable(ref)
+        if replaces is False:
+            # Another release can use it.
             return
-        if self._index.unindexed and self.probe(ref):
-            # Exists without being indexed. Writing it again would charge it twice until the next
-            # count.
-            return
+        if replaces is None:
+            if self._index.contains(ref.namespace, ref.key):
+                self._index.touch(ref.namespace, ref.key, meta.previous)
+                return
+            if self._index.unindexed and self.probe(ref):
+                # Exists without being indexed. Writing it again would charge it twice until the
+                # next count.
+                return
         size = HEADER_BYTES + payload.nbytes
-        header = self._header()
         try:
-            write_header(header, ref, meta)
+            write = self._files.writer(ref, payload, meta, self._limits.sync_data)
         except ValueError as error:
             raise TierUnavailableError(f"{self._path(ref)}: {error}") from error
         self._index.reserve(size)
         try:
-            self._publish(self._path(ref), size, self._object_writer(header, payload, meta))
+            if replaces:
+                self._replace(ref, size, write)
+            else:
+                self._publish(self._path(ref), size, write)
         except TierError:
             self._index.release(size)
             raise
         except OSError as error:
             self._index.release(size)
             raise self._write_error(error) from error
-        if self._index.publish(ref.namespace, ref.key, size, meta.previous):
+        is_new = self._index.publish(ref.namespace, ref.key, size, meta.previous)
+        if self._unusable.discard(ref) or is_new:
             self._on_change(ref.namespace, ref.key, True)
 
-    def _object_writer(
-        self, header: memoryview, payload: memoryview, meta: ObjectMeta
-    ) -> Callable[[str], None]:
-        if payload.readonly:
-            payload = memoryview(bytearray(payload))
-        clear_padding(payload, meta)
-
-        def write(temporary: str) -> None:
-            io.write_file(
-                temporary,
-                header,
-                payload,
-                modes=self._modes,
-                direct=self.direct,
-                sync=self._limits.sync_data,
-            )
-
-        return write
+    def _replace(self, ref: ObjectRef, size_bytes: int, write: Callable[[str], None]) -> None:
+        """Publishes an object in place of one that no engine with this tier's keys can use."""
+        path, generation = self._path(ref), self.maintenance.generation()
+        before = 0
+        with contextlib.suppress(FileNotFoundError):
+            before = os.lstat(path).st_size
+        self._publish(path, size_bytes, write)
+        if before:
+            self.maintenance.record_removal(ref.namespace, path, before, generation)
 
     def _write_error(self, error: OSError) -> TierError:
         mapped = io.tier_error(error, str(self._root))
@@ -387,6 +416,8 @@ class FileSystemTier(Tier):
             return
         self.maintenance.enforce_limits()
         self._report_unindexed()
+        self._volume = volume_bytes(self._root) or self._volume
+        self._announce(self._unusable.take_expired())
         if self._probe_direct_again:
             self._probe_direct()
         if self._clock() - self._described_at > TOUCH_SECONDS:
@@ -400,19 +431,11 @@ class FileSystemTier(Tier):
         """Writes, reads and removes one small object outside every namespace, in bytes that are set
         aside for it.
         """
-        digest = preferred().digest(memoryview(bytes(_CHECK_BYTES)))
-        meta = ObjectMeta((_CHECK_BYTES,), preferred().kind, (digest,))
-        ref = ObjectRef(f"{0:032x}", os.urandom(8))
-        page = memoryview(mmap.mmap(-1, _CHECK_BYTES))
-        header = self._header()
         if not self.maintenance.writer.registered:
             self.maintenance.run_once()
         path = self.maintenance.writer.new_working_path()
         try:
-            write_header(header, ref, meta)
-            io.write_file(path, header, page, modes=self._modes, direct=self.direct, sync=False)
-            io.read_file(path, header, page, self.direct)
-            verify_payload(page, read_header(header, ref, _CHECK_BYTES))
+            self._files.check(path)
         except OSError as error:
             raise io.tier_error(error, path) from error
         finally:
@@ -450,6 +473,7 @@ class FileSystemTier(Tier):
     # Helpers.
 
     def _changed(self, namespace: str, key: bytes, present: bool) -> None:
+        self._unusable.discard(ObjectRef(namespace, key))
         self._on_change(namespace, key, present)
 
     def _displaced(self, namespace: str, key: bytes) -> None:
@@ -472,13 +496,9 @@ class FileSystemTier(Tier):
     def _path(self, ref: ObjectRef) -> str:
         return object_path(str(self._root), ref.namespace, ref.key)
 
-    def _header(self) -> memoryview:
-        """This thread's page-aligned header buffer."""
-        buffer: memoryview | None = getattr(self._headers, "buffer", None)
-        if buffer is None:
-            buffer = memoryview(mmap.mmap(-1, HEADER_BYTES))
-            self._headers.buffer = buffer
-        return buffer
+    def _set_unusable(self, ref: ObjectRef, replaceable: bool, generation: int) -> None:
+        if self._unusable.add(ref, replaceable, generation):
+            self._on_change(ref.namespace, ref.key, False)
 
     def _discard(self, ref: ObjectRef, path: str) -> None:
         with contextlib.suppress(OSError):

@@ -20,8 +20,9 @@ from pathlib import Path
 
 from kvtier.processes import is_observable
 from kvtier.tiers.base import ALIGNMENT_BYTES
+from kvtier.tiers.filesystem import io
 from kvtier.tiers.filesystem.directory import TierDirectory
-from kvtier.tiers.filesystem.format import HEADER_BYTES, SUFFIX
+from kvtier.tiers.filesystem.format import HEADER_BYTES, SUFFIX, is_foreign
 from kvtier.tiers.filesystem.io import GONE
 from kvtier.tiers.filesystem.layout import DIRECTORY_BYTES, IDENTITY
 
@@ -175,10 +176,11 @@ class _BucketReader:
                 )
                 continue
             # Incomplete, or in the wrong bucket: it can never be read. A young one may be a copy in
-            # progress.
+            # progress. Another release's format may have other sizes.
             self._report.ignored += 1
             young = self._now - status.st_mtime < _COPY_SECONDS
-            if young or not self._clean or not _unlinked(entry.path):
+            kept = young or not self._clean or _is_foreign(entry.path)
+            if kept or not _unlinked(entry.path):
                 other += status.st_size
         return Bucket(namespace, first, second, path, objects, other, not found)
 
@@ -216,6 +218,13 @@ class _BucketReader:
         else:
             return 0
         return status.st_size
+
+
+def _is_foreign(path: str) -> bool:
+    try:
+        return is_foreign(io.read_start(path, HEADER_BYTES))
+    except OSError:
+        return False
 
 
 def _unlinked(path: str) -> bool:

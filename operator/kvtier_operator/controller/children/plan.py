@@ -123,7 +123,10 @@ def plan(observed: Observed, settings: Settings) -> Plan:
         conditions=(
             conditions.accepted(
                 connectors.unsupported_fields(policy),
-                [*map(unknown_field, cached.unknown_fields), *not_enforced(policy)],
+                [
+                    *map(unknown_field, cached.unknown_fields),
+                    *not_enforced(policy, settings.rollout.enabled),
+                ],
             ),
             conditions.storage_ready(
                 policy, claims, observed.claims, created_claims, observed.first_use_claims

@@ -23,7 +23,12 @@ from kvtier_operator.controller.pods.terminating import OverduePod
 from kvtier_operator.controller.rollout import NO_ROLLOUT, RolloutProgress, outdated
 
 NO_PODS_MESSAGE = "The selector matches no running pod."
-NOT_SERVED = {"PoolMissing": Reason.POOL_MISSING, "TierNotServed": Reason.TIER_NOT_SERVED}
+NOT_SERVED = {
+    "PoolMissing": Reason.POOL_MISSING,
+    "TierNotServed": Reason.TIER_NOT_SERVED,
+    "KeyMissing": Reason.KEY_MISSING,
+    "KeyInvalid": Reason.KEY_INVALID,
+}
 """Conditions of tierd about its tiers."""
 ENGINE_CONDITIONS = "Engine"
 """Prefix of the conditions of tierd about an engine that tierd or the connector cannot serve."""

@@ -30,6 +30,7 @@ SUPPORTED: SupportedFields = {
     "tiers[].lmcache.url": ANY,
     "isolation.salt": ANY,
     "isolation.modelRevision": ANY,
+    "isolation.encryption": "None",
 }
 
 

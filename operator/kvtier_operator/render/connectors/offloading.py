@@ -2,8 +2,8 @@
 of file tiers below it. Field names are those of vLLM 0.22 and later.
 
 It has no weights, timeouts, directory capacity, admission, breaker or live changes. Its region in
-``/dev/shm`` ends with the engine. ``cpu_bytes_to_use`` is for all ranks together, like
-``memory.capacity``.
+``/dev/shm`` ends with the engine; the plugin removes what a killed engine left there.
+``cpu_bytes_to_use`` is for all ranks together, like ``memory.capacity``.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ SUPPORTED: SupportedFields = {
     "tiers[].fileSystem.sync": "None",
     "isolation.salt": ANY,
     "isolation.modelRevision": ANY,
+    "isolation.encryption": "None",
 }
 
 

@@ -1,0 +1,264 @@
+"""KVTier as an offload connector of ATOM: the two classes that its factory creates.
+
+ATOM ends the engine if a hook raises. So every hook runs behind a guard, which logs and counts the
+exception and turns KVTier off for this engine. What ATOM still waits for goes on: one report per
+load and per store. A configuration that is not served is refused with one log line, and the engine
+serves without tiers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from kvtier.config.loader import load_for_engine
+from kvtier.engines.atom.config import engine_name, limits_of, planner_for, topology_directory
+from kvtier.engines.atom.identity import AtomIdentityBuilder
+from kvtier.engines.atom.metadata import AtomLoad, AtomSave, AtomStepMetadata
+from kvtier.engines.atom.scheduler import AtomScheduler
+from kvtier.engines.atom.sequence_state import AtomSequence
+from kvtier.engines.atom.types import KVConnectorOutput
+from kvtier.engines.atom.worker import AtomWorker, RankIdentity, tensor_rank
+from kvtier.engines.vllm.tierd_session import TierdSession
+from kvtier.errors import ConfigurationError, KVTierError
+from kvtier.tierd.supervisor import Supervisor
+
+logger = logging.getLogger(__name__)
+SUPERVISOR_SECONDS = 1.5
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class _Guard:
+    """Keeps exceptions from ATOM. ``off_reason``: why KVTier is off; empty if it is on."""
+
+    def __init__(self) -> None:
+        self.off_reason = ""
+        self.errors = 0
+
+    def run(
+        self, hook: str, fallback: T, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Returns the result of ``call``, or ``fallback`` if it raises."""
+        try:
+            return call(*args, **kwargs)
+        except Exception as error:
+            self.errors += 1
+            if not self.off_reason:
+                self.off_reason = f"{hook}: {type(error).__name__}: {error}"
+                logger.exception("KVTier: unexpected error in %s; serving without tiers", hook)
+            return fallback
+
+    def start(self, call: Callable[[], T]) -> T | None:
+        """Returns what ``call`` builds; None, with one log line, if that is not possible."""
+        try:
+            return call()
+        except KVTierError as error:
+            self.off_reason = str(error)
+            logger.warning("KVTier: serving without tiers: %s", self.off_reason)
+        except Exception as error:  # a cache never stops an engine
+            self.off_reason = f"{type(error).__name__}: {error}"
+            logger.exception("KVTier: unexpected error while starting; serving without tiers")
+        return None
+
+
+class KVTierOffloadScheduler:
+    """The scheduler side that ATOM's factory creates in the process of the engine core."""
+
+    is_producer = False
+    is_offload = True
+
+    def __init__(self, config: Any) -> None:
+        """``config``: ATOM's. Never raises."""
+        self._guard = _Guard()
+        self._supervisor: Supervisor | None = None
+        self._scheduler = self._guard.start(lambda: self._build(config))
+
+    def _build(self, config: Any) -> AtomScheduler:
+        directory = topology_directory(config)
+        topology = load_for_engine(Path(directory))
+        if topology.structural.engine_type != "ATOM":
+            raise ConfigurationError(
+                "engine_type", topology.structural.engine_type, "must be ATOM for this engine"
+            )
+        planner = planner_for(config, topology.structural.chunk_tokens)
+        engine = engine_name(config)
+        identity = AtomIdentityBuilder(config, planner, topology.structural)
+        session = TierdSession(topology, planner, engine, identity)
+        scheduler = AtomScheduler(session, planner, limits_of(config))
+        self._supervisor = Supervisor(Path(directory), topology)
+        self._supervisor.ensure()
+        scheduler.start()
+        logger.info(
+            "KVTier: configured engine %s with chunks of %d tokens and tiers %s",
+            engine,
+            planner.chunk_tokens,
+            ", ".join(tier.name for tier in topology.structural.tiers),
+        )
+        return scheduler
+
+    @property
+    def off_reason(self) -> str:
+        """Why nothing is loaded or stored; empty if KVTier is on."""
+        return self._guard.off_reason
+
+    def _run(self, fallback: T, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        hook = getattr(call, "__name__", "hook")
+        was_off = bool(self._guard.off_reason)
+        result = self._guard.run(hook, fallback, call, *args, **kwargs)
+        if self._guard.off_reason and not was_off and self._scheduler is not None:
+            self._scheduler.turn_off()
+        return result
+
+    def get_num_new_matched_tokens(self, seq: AtomSequence) -> tuple[int, bool]:
+        scheduler = self._scheduler
+        if scheduler is None or self.off_reason:
+            return 0, False
+        return self._run((0, False), scheduler.get_num_new_matched_tokens, seq)
+
+    def update_state_after_alloc(self, seq: AtomSequence) -> None:
+        if self._scheduler is not None:
+            self._run(None, self._scheduler.update_state_after_alloc, seq)
+
+    def should_park_for_load_after_alloc(self, seq: AtomSequence) -> bool:
+        scheduler = self._scheduler
+        if scheduler is None or self.off_reason:
+            return False
+        return self._run(False, scheduler.should_park_for_load_after_alloc, seq)
+
+    def should_park_partial_prefill_for_load(self, seq: AtomSequence) -> bool:
+        scheduler = self._scheduler
+        if scheduler is None or self.off_reason:
+            return False
+        return self._run(False, scheduler.should_park_partial_prefill_for_load, seq)
+
+    def adjust_prefill_chunk_after_alloc(self, seq: AtomSequence, chunk: int) -> int:
+        scheduler = self._scheduler
+        if scheduler is None or self.off_reason:
+            return chunk
+        return self._run(chunk, scheduler.adjust_prefill_chunk_after_alloc, seq, chunk)
+
+    def build_connector_meta(self) -> AtomStepMetadata:
+        scheduler = self._scheduler
+        if scheduler is None:
+            return AtomStepMetadata()
+        metadata: AtomStepMetadata | None = None
+        if not self.off_reason:
+            metadata = self._run(None, scheduler.build_connector_meta)
+        if metadata is None:
+            # ATOM waits for the loads that were taken.
+            metadata = self._run(AtomStepMetadata(), scheduler.build_load_meta)
+        return metadata
+
+    def process_completions(self, output: KVConnectorOutput) -> KVConnectorOutput:
+        scheduler = self._scheduler
+        return (
+            output
+            if scheduler is None
+            else self._run(output, scheduler.process_completions, output)
+        )
+
+    def should_defer_free(self, seq: AtomSequence) -> bool:
+        scheduler = self._scheduler
+        # If it cannot be told, the blocks are kept: a copy may still write them.
+        return scheduler is not None and self._run(True, scheduler.should_defer_free, seq)
+
+    def request_finished(self, seq: AtomSequence) -> None:
+        if self._scheduler is not None:
+            self._run(None, self._scheduler.request_finished, seq)
+
+    def has_pending_work(self) -> bool:
+        scheduler = self._scheduler
+        return scheduler is not None and self._run(False, scheduler.has_pending_work)
+
+    def get_statistics(self) -> dict[str, int]:
+        scheduler = self._scheduler
+        found = {} if scheduler is None else self._run({}, scheduler.get_statistics)
+        return {**found, "errors": self._guard.errors}
+
+    def shutdown(self) -> None:
+        """Detaches from tierd. ATOM does not call it; a session also ends with its process."""
+        if self._scheduler is not None:
+            self._run(None, self._scheduler.shutdown)
+        supervisor, self._supervisor = self._supervisor, None
+        if supervisor is not None:
+            self._guard.run("shutdown", None, supervisor.stop, SUPERVISOR_SECONDS)
+
+
+class KVTierOffloadConnector:
+    """The worker side that ATOM's factory creates in the process of each rank."""
+
+    is_producer = False
+    is_offload = True
+
+    def __init__(self, config: Any) -> None:
+        """``config``: ATOM's. Never raises."""
+        self._guard = _Guard()
+        self._config = config
+        self._worker = self._guard.start(lambda: self._build(config))
+        self._unserved: list[Any] = []
+
+    def _build(self, config: Any) -> AtomWorker:
+        topology = load_for_engine(Path(topology_directory(config)))
+        planner = planner_for(config, topology.structural.chunk_tokens)
+        identity = RankIdentity(
+            engine_name(config),
+            tensor_rank(),
+            int(config.kv_cache_block_size),
+            planner.chunk_tokens,
+        )
+        return AtomWorker(topology.structural, identity)
+
+    @property
+    def off_reason(self) -> str:
+        """Why this rank copies nothing; empty if it does."""
+        worker = self._worker
+        return self._guard.off_reason or ("" if worker is None else worker.off_reason)
+
+    def register_kv_caches(
+        self,
+        kv_caches: Mapping[object, object],
+        transfer_tensors: object = None,
+        num_blocks: int | None = None,
+    ) -> None:
+        worker = self._worker
+        blocks = int(num_blocks or getattr(self._config, "num_kvcache_blocks", 0) or 0)
+        if worker is not None:
+            self._guard.run(
+                "register_kv_caches", None, worker.register_kv_caches, kv_caches, blocks
+            )
+
+    def start_load_kv(self, metadata: object) -> None:
+        worker = self._worker
+        if worker is None:
+            if isinstance(metadata, AtomStepMetadata):
+                self._unserved.extend(metadata.requests)
+            return
+        self._guard.run("start_load_kv", None, worker.start_load_kv, metadata)
+
+    def get_finished(self) -> KVConnectorOutput:
+        worker = self._worker
+        if worker is not None:
+            return self._guard.run("get_finished", KVConnectorOutput(), worker.get_finished)
+        return self._reject()
+
+    def _reject(self) -> KVConnectorOutput:
+        """Reports what another side has started although this one is off."""
+        output = KVConnectorOutput()
+        unserved, self._unserved = self._unserved, []
+        for each in unserved:
+            if isinstance(each, AtomLoad):
+                output.failed_loading.add(each.operation)
+            elif isinstance(each, AtomSave):
+                output.finished_saving.add(each.operation)
+        return output
+
+    def get_finished_recv_blocks(self) -> list[int]:
+        return []
+
+    def shutdown(self) -> None:
+        """Drains the copies and detaches from tierd."""
+        if self._worker is not None:
+            self._guard.run("shutdown", None, self._worker.shutdown)
