@@ -11,7 +11,10 @@ from rich.text import Text
 from kvtier.cli.console import console, error_console
 from kvtier.cli.inputs import display_name, read
 from kvtier_operator.api.documents import Checked, parse
+from kvtier_operator.api.selector import SELECTS_EVERYTHING, selects_everything
+from kvtier_operator.api.unenforced import not_enforced
 from kvtier_operator.api.validation import FieldError
+from kvtier_operator.render import connectors
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +74,27 @@ def show(report: FileReport) -> None:
         if policy is not None:
             line = Text(f"{location}{policy.namespace}/{policy.metadata.name} ")
             console().print(line.append("valid", style="green"))
+        for warning in warnings_of(document):
+            error_console().print(Text(f"{location}{warning}", style="yellow"))
         for error in document.errors:
             error_console().print(Text(location).append(error.message, style="red"))
     for name in report.duplicates:
         text = f"{report.file}: {name} is defined more than once; the last definition wins"
         error_console().print(Text(text, style="yellow"))
+
+
+def warnings_of(document: Checked) -> list[str]:
+    """A message for each field that the policy sets and that has no effect, and for a selector of
+    every pod. Whether the operator may restart workloads is not known here.
+    """
+    policy = document.policy
+    if policy is None:
+        return []
+    gaps = connectors.unsupported_fields(policy)
+    found = [*not_enforced(policy, may_restart=True), *(gap.message for gap in gaps)]
+    if selects_everything(policy.spec.pod_selector):
+        found.append(f"spec.podSelector: {SELECTS_EVERYTHING}")
+    return found
 
 
 def _document_json(document: Checked) -> dict[str, Any]:
@@ -85,6 +104,7 @@ def _document_json(document: Checked) -> dict[str, Any]:
         "namespace": policy.namespace if policy is not None else None,
         "name": policy.metadata.name if policy is not None else None,
         "valid": not document.errors,
+        "warnings": warnings_of(document),
         "errors": [
             {
                 "field": error.field,

@@ -55,9 +55,27 @@ def kvtier(capsys: pytest.CaptureFixture[str]) -> Any:
 
 class TestValidate:
     def test_a_valid_policy(self, kvtier: Any, policy: Path) -> None:
+        document = yaml.safe_load(policy.read_text())
+        del document["spec"]["monitoring"]
+        del document["spec"]["tiers"][1]["lookupTimeoutMilliseconds"]
+        policy.write_text(yaml.safe_dump(document))
         outcome = kvtier("validate", policy)
         assert (outcome.status, outcome.err) == (0, "")
         assert outcome.out == f"{policy}: default/chat-70b valid\n"
+
+    def test_fields_without_effect_give_warnings_and_do_not_fail(
+        self, kvtier: Any, policy: Path
+    ) -> None:
+        outcome = kvtier("validate", policy)
+        assert outcome.status == 0
+        assert {line.split(": ")[1] for line in outcome.err.splitlines()} == {
+            "spec.monitoring.podMonitor",
+            "spec.tiers[1].lookupTimeoutMilliseconds",
+        }
+        (entry,) = kvtier("validate", "--json", policy).json["files"][0]["policies"]
+        assert [each.split(": ")[0] for each in entry["warnings"]] == [
+            line.split(": ")[1] for line in outcome.err.splitlines()
+        ]
 
     def test_errors_go_to_standard_error_with_status_two(self, kvtier: Any, tmp_path: Path) -> None:
         bad = tmp_path / "bad.yaml"
@@ -433,7 +451,8 @@ class TestPayload:
             answer = kvtier("payload", tmp_path, "--json").json
         assert answer["directory"] == str(tmp_path)
         names = sorted(path.name for path in tmp_path.iterdir())
-        assert names == ["kvtier", f"kvtier-{answer['version']}.dist-info", "mine.txt"]
+        metadata = f"kvtier-{answer['version']}.dist-info"
+        assert names == ["kvtier", metadata, "kvtier-atom", "mine.txt"]
         assert not (tmp_path / "kvtier" / "gone.py").exists()
         assert not list(tmp_path.rglob("__pycache__"))
 

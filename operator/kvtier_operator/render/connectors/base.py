@@ -69,7 +69,13 @@ class _Any(Enum):
 ANY = _Any.ANY
 OPERATOR_FIELDS: SupportedFields = {
     "podSelector.*": ANY,
-    "engine.*": ANY,
+    "engine.type": ANY,
+    "engine.containerName": ANY,
+    "engine.connector": ANY,
+    "engine.delivery": ANY,
+    "engine.pythonPath": ANY,
+    "engine.localRanks": ANY,
+    "engine.hashSeed": ANY,
     "attach.*": ANY,
     "rollout.*": ANY,
     "monitoring.*": ANY,
