@@ -189,6 +189,39 @@ INVALID: tuple[InvalidCase, ...] = (
         "got 0Gi",
     ),
     _case(
+        "a store that tierd cannot use",
+        {"spec.tiers.3.lmcache.url": "s3://bucket.s3.region"},
+        (
+            "spec.tiers[3].lmcache.url",
+            "s3://bucket.s3.region",
+            "must start with redis:// or rediss:// or lm://",
+        ),
+        "spec.tiers",
+        "lmcache.url must be a redis://, rediss:// or lm:// URL",
+    ),
+    _case(
+        "a store's password in the policy",
+        {"spec.tiers.3.lmcache.url": "redis://user:password@cache:6379"},
+        (
+            "spec.tiers[3].lmcache.url",
+            "redis://user:password@cache:6379",
+            "must not contain a user or a password",
+        ),
+        "spec.tiers",
+        "without a password",
+    ),
+    _case(
+        "credentials for a store without users",
+        {"spec.tiers.3.lmcache.url": "lm://cache.serving:65432"},
+        (
+            "spec.tiers[3].lmcache.credentialsSecretRef",
+            "cache-auth",
+            "only redis:// and rediss:// have credentials",
+        ),
+        "spec.tiers",
+        "only redis:// and rediss:// have credentials",
+    ),
+    _case(
         "a capacity that is no quantity",
         {"spec.tiers.0.memory.capacity": "64GB"},
         ("spec.tiers[0].memory.capacity", "64GB", _CAPACITY),

@@ -17,6 +17,11 @@ CREDENTIAL_SCHEMES: Final = REDIS_SCHEMES
 REDIS_OPTIONS: Final = frozenset(
     {"client_name", "protocol", "ssl_ca_certs", "ssl_cert_reqs", "ssl_check_hostname"}
 )
+REMOTE_PATTERN: Final = (
+    r"^(rediss?://[^/?#@:]*[^/?#@]+(/[0-9]*)?([?][^#]*)?|lm://[^/?#@]+:[0-9]+/?)$"
+)
+"""What the API server checks of a URL with one of ``REMOTE_SCHEMES`` (RE2). ``requirement`` checks
+more."""
 _MAX_PORT = 65_535
 
 

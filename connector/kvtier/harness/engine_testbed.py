@@ -26,6 +26,7 @@ from kvtier.config.models import (
     HttpEndpoint,
     Live,
     LiveTier,
+    LMCacheTierDocument,
     MemoryTierDocument,
     PolicyIdentity,
     Selection,
@@ -53,7 +54,8 @@ CHUNK_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """The settings of a topology that tests vary. Sizes in bytes."""
+    """The settings of a topology that tests vary. Sizes in bytes. ``lmcache_url``: an lmcache tier
+    takes the place of the file tier."""
 
     chunk_tokens: int = CHUNK_TOKENS
     memory_bytes: int = 64 << 20
@@ -66,6 +68,7 @@ class EngineOptions:
     failure_threshold: int = 50
     selection: Selection = Selection.WEIGHTED
     hash_seed: str = "0"
+    lmcache_url: str = ""
 
     def structural(self, name: str, run_directory: Path, files_root: Path) -> Structural:
         """A policy called ``name``, with the file tier in ``files_root`` if there is one."""
@@ -76,7 +79,9 @@ class EngineOptions:
                 persistence="Pod" if self.persistence == "Pod" else "Process",
             )
         ]
-        if self.file_bytes is not None:
+        if self.lmcache_url:
+            tiers.append(LMCacheTierDocument(name="disk", url=self.lmcache_url))
+        elif self.file_bytes is not None:
             tiers.append(
                 FileSystemTierDocument(
                     name="disk",

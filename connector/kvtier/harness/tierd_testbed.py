@@ -27,6 +27,7 @@ from kvtier.config.models import (
     HttpEndpoint,
     Live,
     LiveTier,
+    LMCacheTierDocument,
     MemoryTierDocument,
     PolicyIdentity,
     Selection,
@@ -140,6 +141,7 @@ class TierdOptions:
     ``daemon``: with ``SIDECAR`` the test starts tierd, with ``ENGINE`` the stub engine does.
     ``file_bytes``: capacity of the file tier; None for no file tier. ``files``: directory of the
     file tier, by default below the testbed's. ``run_directory``: by default in ``/dev/shm``.
+    ``lmcache_url``: an lmcache tier takes the place of the file tier.
     """
 
     daemon: Daemon = Daemon.SIDECAR
@@ -148,6 +150,7 @@ class TierdOptions:
     run_directory: Path | None = None
     persistence: Literal["Process", "Pod"] = "Pod"
     files: Path | None = None
+    lmcache_url: str = ""
 
 
 class TierdTestbed:
@@ -174,7 +177,9 @@ class TierdTestbed:
         if options.file_bytes is not None:
             self.files.mkdir(parents=True, exist_ok=True)
             tiers.append(
-                FileSystemTierDocument(
+                LMCacheTierDocument(name="disk", url=options.lmcache_url)
+                if options.lmcache_url
+                else FileSystemTierDocument(
                     name="disk",
                     path=str(self.files),
                     sharing="Node",

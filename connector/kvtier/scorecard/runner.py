@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvtier.scorecard import sealed_faults, small_disks, writers
+from kvtier.scorecard import remote_faults, sealed_faults, small_disks, writers
 from kvtier.scorecard.catalog import FAULTS, Fault, FaultContext
 from kvtier.scorecard.mount import FaultyMount
 from kvtier.scorecard.testbed import BUDGET_SECONDS, FaultTestbed, Measurements
@@ -66,6 +66,7 @@ def names() -> list[str]:
         [fault.name for fault in FAULTS]
         + [fault.name for fault in sealed_faults.SEALED_FAULTS]
         + list(small_disks.NAMES)
+        + remote_faults.names()
         + [f"writers-{n}" for n in writers.COUNTS]
     )
 
@@ -89,6 +90,10 @@ def run_faults(
             if sealed.name in selected:
                 on_start(sealed.name)
                 yield sealed_fault(sealed, home, options)
+        for server in remote_faults.SERVERS:
+            rows = [name for name in remote_faults.names(server) if name in selected]
+            if rows:
+                yield from _run_remote(server, rows, home / server, options, on_start)
         for name in selected:
             if name in small_disks.NAMES:
                 on_start(name)
@@ -118,6 +123,47 @@ def _context(home: Path, options: ScorecardOptions) -> Iterator[tuple[FaultConte
         testbed = FaultTestbed(home, below if wrapped else files, below, wrapped)
         stack.callback(testbed.close)
         yield FaultContext(testbed, mount, options.seconds, options.hang_seconds), reason
+
+
+def _run_remote(
+    server: str,
+    rows: list[str],
+    home: Path,
+    options: ScorecardOptions,
+    on_start: Callable[[str], None],
+) -> Iterator[ScorecardRow]:
+    """Faults of a server behind an lmcache tier, one after another on one testbed."""
+    on_start(rows[0])
+    try:
+        with remote_faults.testbed(server, home) as context:
+            for name in rows:
+                on_start(name)
+                yield _remote_row(name, context, options)
+    except remote_faults.ServerUnavailableError as error:
+        for name in rows:
+            yield ScorecardRow(name, SKIPPED, str(error), remote_faults.MEANS)
+
+
+def _remote_row(
+    name: str, context: remote_faults.RemoteContext, options: ScorecardOptions
+) -> ScorecardRow:
+    testbed, measurements = context.testbed, Measurements()
+    wrong_before, log_before = testbed.engine.seen.wrong, _size(testbed.tierd.log)
+    try:
+        testbed.fill()
+        remote_faults.REMOTE_FAULTS[name](context, options.seconds, measurements)
+        if not testbed.daemon_is_serving():
+            measurements.crashes += 1
+            measurements.notes.append("the daemon exited")
+        measurements.recovery_seconds = testbed.recover()
+    except (OSError, TimeoutError, LookupError) as error:
+        reason = f"the fault could not be injected: {type(error).__name__}: {error}"
+        return ScorecardRow(name, FAIL, reason, remote_faults.MEANS)
+    if (text := _traceback(testbed.tierd.log, log_before)) is not None:
+        measurements.crashes += 1
+        measurements.notes.append(text)
+    measurements.wrong = testbed.engine.seen.wrong - wrong_before
+    return judge(name, remote_faults.MEANS, measurements, options.slack_seconds)
 
 
 def _run(

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -62,7 +63,9 @@ class SkewedTestbed(TierdTestbed):
     of its wrapped secondary tiers, None if they are not wrapped.
     """
 
-    def __init__(self, directory: Path, files: Path, faults_file: Path | None) -> None:
+    def __init__(
+        self, directory: Path, files: Path, faults_file: Path | None, lmcache_url: str = ""
+    ) -> None:
         super().__init__(
             directory,
             TierdOptions(
@@ -70,6 +73,7 @@ class SkewedTestbed(TierdTestbed):
                 file_bytes=CAPACITY_BYTES,
                 files=files,
                 persistence="Process",
+                lmcache_url=lmcache_url,
             ),
         )
         self._faults_file = faults_file
@@ -110,7 +114,7 @@ class FaultTestbed:
     """One tierd, its storage and one stub engine, for one fault.
 
     ``files``: the directory of the file tier as tierd sees it. ``below``: the same directory
-    without the faults.
+    without the faults. ``lmcache_url``: the tier is an lmcache tier instead.
     """
 
     def __init__(
@@ -120,9 +124,13 @@ class FaultTestbed:
         below: Path,
         faults_file: Path | None = None,
         isolation: IsolationSettings | None = None,
+        *,
+        lmcache_url: str = "",
     ) -> None:
         self.below = below
-        self.tierd = SkewedTestbed(directory, files, faults_file)
+        self.stored_bytes: Callable[[], int] = lambda: directory_bytes(below)
+        """Bytes that the storage holds, by its own word."""
+        self.tierd = SkewedTestbed(directory, files, faults_file, lmcache_url)
         if isolation is not None:
             self.tierd.change(isolation=isolation)
         self._generation = 1
@@ -276,7 +284,7 @@ class Sampler:
     def _run(self) -> None:
         while not self._stop.wait(SAMPLE_SECONDS):
             capacity = max(tier.capacity_bytes or 0 for tier in self._testbed.live().tiers.values())
-            over = directory_bytes(self._testbed.below) - capacity
+            over = self._testbed.stored_bytes() - capacity
             self._measurements.over_budget_bytes = max(self._measurements.over_budget_bytes, over)
             state = self._testbed.tier_state()
             # Open for a while: the schedulers have been notified.

@@ -178,7 +178,7 @@ def _build(
             keys.on_change(tier.keys_changed)
         return tier
     if isinstance(document, LMCacheTierDocument):
-        if keys is not None:
+        if topology.structural.isolation.key_directory is not None:
             raise KVTierError("objects in lmcache tiers cannot be protected by isolation keys")
         from kvtier.tiers.lmcache import LMCacheTier
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
+from kvtier.config import lmcache_url
 from kvtier.config.models import Selection
 from kvtier_operator.api.base import (
     LIVE,
@@ -20,7 +21,7 @@ from kvtier_operator.api.base import (
     Rule,
     Violation,
 )
-from kvtier_operator.api.engine import Engine
+from kvtier_operator.api.engine import Connector, Engine
 from kvtier_operator.api.selector import LabelSelector
 from kvtier_operator.api.settings import (
     Attach,
@@ -32,7 +33,7 @@ from kvtier_operator.api.settings import (
     Security,
 )
 from kvtier_operator.api.status import PolicyStatus
-from kvtier_operator.api.tiers import TierSpec
+from kvtier_operator.api.tiers import LMCacheTierSpec, TierSpec
 
 GROUP = "kvtier.io"
 VERSION = "v1alpha1"
@@ -63,6 +64,35 @@ def _unique_names(spec: PolicySpec) -> Iterator[Violation]:
         if tier.name in seen:
             yield Violation(("tiers", index, "name"), tier.name, "", ErrorType.DUPLICATE)
         seen.add(tier.name)
+
+
+def _served_stores(spec: PolicySpec) -> Iterator[tuple[int, LMCacheTierSpec]]:
+    """The lmcache tiers that tierd serves. With another connector, LMCache itself reads the URL."""
+    if spec.engine.connector is Connector.KVTIER:
+        for index, tier in enumerate(spec.tiers):
+            if tier.lmcache is not None:
+                yield index, tier.lmcache
+
+
+def _store_url(spec: PolicySpec) -> Iterator[Violation]:
+    for index, store in _served_stores(spec):
+        must = lmcache_url.requirement(store.url, lmcache_url.REMOTE_SCHEMES)
+        if must:
+            yield Violation(("tiers", index, "lmcache", "url"), store.url, must)
+
+
+def _store_credentials(spec: PolicySpec) -> Iterator[Violation]:
+    for index, store in _served_stores(spec):
+        reference = store.credentials_secret_ref
+        if reference is not None and store.url.startswith("lm://"):
+            path = ("tiers", index, "lmcache", "credentialsSecretRef")
+            yield Violation(path, reference.name, _NO_CREDENTIALS)
+
+
+_NO_CREDENTIALS = "must not be set: only redis:// and rediss:// have credentials"
+_OTHER_CONNECTOR = (
+    "has(self.engine) && has(self.engine.connector) && self.engine.connector != 'KVTier'"
+)
 
 
 class PolicySpec(Model):
@@ -165,6 +195,22 @@ class PolicySpec(Model):
             field_path=".tiers",
         ),
         Rule(name="unique-names", check=_unique_names),
+        Rule(
+            name="store-url",
+            check=_store_url,
+            cel=f"({_OTHER_CONNECTOR}) || self.tiers.all(tier, !has(tier.lmcache) "
+            f"|| tier.lmcache.url.matches('{lmcache_url.REMOTE_PATTERN}'))",
+            message="lmcache.url must be a redis://, rediss:// or lm:// URL without a password",
+            field_path=".tiers",
+        ),
+        Rule(
+            name="store-credentials",
+            check=_store_credentials,
+            cel=f"({_OTHER_CONNECTOR}) || self.tiers.all(tier, !has(tier.lmcache) "
+            "|| !has(tier.lmcache.credentialsSecretRef) || !tier.lmcache.url.startsWith('lm:'))",
+            message=f"lmcache.credentialsSecretRef {_NO_CREDENTIALS}",
+            field_path=".tiers",
+        ),
     )
 
     def tier(self, name: str) -> TierSpec:

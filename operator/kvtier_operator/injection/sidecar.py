@@ -53,6 +53,9 @@ DAEMON_BYTES = 512 << 20
 INDEX_BYTES = 256 << 20
 """Memory for indexes of objects. tierd derives the maximum number of indexed objects from it, and
 counts the others."""
+LMCACHE_BYTES = 1 << 30
+"""Memory of the process that runs LMCache, for each lmcache tier: 650 MiB, and staging memory for
+the objects in transit."""
 GUARANTEED_CPU = 4
 """Cores of tierd in a Guaranteed pod. An integer, because the pod's cores may be exclusive; several
 threads prefault the pool."""
@@ -252,10 +255,18 @@ def _round_to_pages(size: int) -> int:
 
 
 def daemon_bytes(policy: KVTierPolicy, tiers: Sequence[TierSpec]) -> int:
-    """Memory request and limit of tierd's container: the pool, tierd itself, indexes, and
-    memory-backed file tiers, whose pages count against the container that writes them.
+    """Memory request and limit of tierd's container: the pool, tierd itself, indexes, processes of
+    lmcache tiers, and memory-backed file tiers, whose pages count against the container that writes
+    them.
     """
-    return pool_bytes(policy) + DAEMON_BYTES + INDEX_BYTES + _empty_dir_bytes(tiers, Medium.MEMORY)
+    remote = sum(tier.lmcache is not None for tier in tiers)
+    return (
+        pool_bytes(policy)
+        + DAEMON_BYTES
+        + INDEX_BYTES
+        + remote * LMCACHE_BYTES
+        + _empty_dir_bytes(tiers, Medium.MEMORY)
+    )
 
 
 def scratch_bytes(tiers: Sequence[TierSpec], spec: PodSpec) -> int:

@@ -40,6 +40,7 @@ from kvtier_operator.api.names import (
 from kvtier_operator.api.policy import KVTierPolicy
 from kvtier_operator.injection.decision import AdmissionContext, Injected
 from kvtier_operator.injection.inject import inject
+from kvtier_operator.injection.resources import parse_amount
 from kvtier_operator.render.documents import content_hash
 from kvtier_operator.settings import Images, Settings
 
@@ -201,6 +202,39 @@ class TestTierd:
         engine = {mount["mountPath"] for mount in container(pod, "vllm")["volumeMounts"]}
         assert "/etc/kvtier/isolation" not in engine
         assert {"/etc/kvtier/isolation", "/etc/kvtier/secrets/remote"} <= mounts
+
+    def test_credentials_of_a_store_are_mounted_files_and_nothing_else(self) -> None:
+        remote = {
+            "name": "remote",
+            "lmcache": {"url": "rediss://cache:6380", "credentialsSecretRef": {"name": "auth"}},
+        }
+        policy = pod_objects.policy(memory_tier(), remote)
+        pod = attached(policy, pod_objects.pod()).pod
+        plain = attached(pod_objects.policy(memory_tier()), pod_objects.pod()).pod
+        (tier,) = structural(pod).tiers[1:]
+        assert tier.credentials_directory == "/etc/kvtier/secrets/remote"
+        (name,) = [
+            each["name"]
+            for each in pod["spec"]["volumes"]
+            if each.get("secret", {}).get("secretName") == "auth"
+        ]
+        holders = [
+            each["name"]
+            for kind in ("containers", "initContainers")
+            for each in pod["spec"].get(kind, ())
+            if name in {mount["name"] for mount in each.get("volumeMounts", ())}
+        ]
+        assert holders == [TIERD_CONTAINER], "the engine has no credentials"
+        (mount,) = [
+            each for each in container(pod, TIERD_CONTAINER)["volumeMounts"] if each["name"] == name
+        ]
+        assert mount["readOnly"]
+        # Memory for the process that runs LMCache.
+        limits = [
+            parse_amount(container(each, TIERD_CONTAINER)["resources"]["limits"]["memory"])
+            for each in (pod, plain)
+        ]
+        assert limits[0] - limits[1] == 1 << 30
 
 
 class TestSecurity:

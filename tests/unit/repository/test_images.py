@@ -16,11 +16,21 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from kvtier.tiers.lmcache.wire import LMCACHE_VERSION
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[3]
 NAMES = ("operator", "payload")
 NOT_IN_THE_OPERATOR = {"blake3", "numpy", "psutil", "pyzmq"}
+
+
+def test_the_variant_with_lmcache_has_the_version_that_the_tier_requires() -> None:
+    text = (ROOT / "images/payload-lmcache.Containerfile").read_text()
+    assert f"lmcache=={LMCACHE_VERSION}" in text
+    assert f"lmcache=={LMCACHE_VERSION}" in (ROOT / "constraints.txt").read_text().split()
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert extras["optional-dependencies"]["lmcache"] == [f"lmcache=={LMCACHE_VERSION}"]
 
 
 def build(out: Path) -> str:

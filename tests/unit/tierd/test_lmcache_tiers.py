@@ -146,6 +146,18 @@ def test_without_the_package_the_tier_is_not_built(
     assert [each.type for each in built.conditions] == ["TierNotServed"]
 
 
+def test_objects_that_must_be_sealed_are_not_stored_in_an_lmcache_tier(
+    case: TierdTestbed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.tiers.lmcache.tier.require_lmcache", lambda: None)
+    topology = with_tiers(case, LMCacheTierDocument(name="far", url="redis://cache:1"))
+    isolation = topology.structural.isolation.model_copy(update={"key_directory": "/keys"})
+    structural = topology.structural.model_copy(update={"isolation": isolation})
+    built = build_tiers(topology.model_copy(update={"structural": structural}))
+    assert built.tiers == ()
+    assert "cannot be protected by isolation keys" in built.conditions[0].message
+
+
 def test_the_index_is_shared_with_other_tiers_and_live_values_arrive(
     case: TierdTestbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,11 +17,17 @@ from tests.support import lmcache_backends as backends
 from kvtier.config.models import LMCacheTierDocument
 from kvtier.errors import (
     KVTierError,
+    TierError,
     TierMissError,
     TierNoSpaceError,
     TierUnavailableError,
 )
-from kvtier.harness.lmcache_servers import FaultyProxy, LMCacheProcess, RedisProcess
+from kvtier.harness.lmcache_servers import (
+    FaultyProxy,
+    LMCacheProcess,
+    RedisProcess,
+    ServerProcess,
+)
 from kvtier.processes import Liveness, ProcessIdentity, liveness_of, pid_namespace, process_start
 from kvtier.testing.objects import buffer, make_object
 from kvtier.tiers.base import ObjectRef, TierLimits
@@ -242,6 +248,53 @@ class TestBackEnds:
                 assert b"s3cret" not in Path(f"/proc/{child.pid}/{name}").read_bytes()
         finally:
             server.kill()
+
+    @pytest.mark.parametrize("kind", ["empty_redis", "server"])
+    def test_a_read_from_a_hung_server_ends_in_time_and_the_process_stays(
+        self, child: backends.ReusedChild, request: pytest.FixtureRequest, kind: str
+    ) -> None:
+        hung: ServerProcess = request.getfixturevalue(kind)
+        limits = TierLimits(1 << 30, load_timeout_seconds=1)
+        tier = LMCacheTier(document(hung.url), limits, child)
+        tier.open(ignore)
+        ref, payload, meta = make_object(60)
+        tier.write(ref, payload, meta)
+        kills, pid = child.kills, child.pid
+        hung.suspend()
+        try:
+            with pytest.raises(TierUnavailableError):
+                tier.read(ref, buffer(payload.nbytes))
+        finally:
+            hung.resume()
+        assert (child.kills, child.pid) == (kills, pid)
+        tier.check()
+        into = buffer(payload.nbytes)
+        assert tier.read(ref, into) == meta
+        assert into == payload
+
+    @pytest.mark.parametrize("kind", ["empty_redis", "server"])
+    @pytest.mark.parametrize("fault", ["lie", "garble", "cut"])
+    def test_a_server_that_lies_gives_no_object(
+        self, child: backends.ReusedChild, request: pytest.FixtureRequest, kind: str, fault: str
+    ) -> None:
+        proxy = FaultyProxy(request.getfixturevalue(kind))
+        try:
+            limits = TierLimits(1 << 30, load_timeout_seconds=2)
+            tier = LMCacheTier(document(proxy.url), limits, child)
+            tier.open(ignore)
+            ref, payload, meta = make_object(61, (200_000,))
+            tier.write(ref, payload, meta)
+            proxy.set(fault)
+            for _ in range(3):
+                with pytest.raises(TierError):
+                    tier.read(ref, buffer(payload.nbytes))
+            proxy.set("")
+            tier.write(ref, payload, meta)
+            into = buffer(payload.nbytes)
+            assert tier.read(ref, into) == meta
+            assert into == payload
+        finally:
+            proxy.close()
 
     def test_the_lists_of_two_pods_are_merged(
         self, child: backends.ReusedChild, server: LMCacheProcess

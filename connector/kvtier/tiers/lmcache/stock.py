@@ -43,7 +43,7 @@ BUCKETS = 32
 REFRESH_SECONDS = 60.0
 LIST_SECONDS = 60.0
 CATALOG_SECONDS = 5.0
-END_SECONDS = 0.3
+END_SECONDS = 0.5
 LIST_BYTES = 1 << 20
 MAX_LIST_BYTES = 256 << 20
 MAX_UNCERTAIN = 4096
@@ -139,14 +139,15 @@ class Stock:
                 self._save_bucket(bucket)
 
     def save_at_end(self) -> None:
-        """Writes changed lists, within ``END_SECONDS`` and without raising."""
+        """Writes changed lists, within ``END_SECONDS`` and without raising. They are not merged:
+        what another pod has added meanwhile, it adds again."""
         deadline = time.monotonic() + END_SECONDS
         for bucket in sorted(self._dirty):
             if time.monotonic() > deadline:
                 _log.warning("not all lists of objects were written before the end")
                 return
             try:
-                self._save_bucket(bucket, END_SECONDS)
+                self._write_bucket(bucket, END_SECONDS)
             except TierError as error:
                 _log.warning("cannot write the list of objects: %s", error)
                 return
@@ -196,14 +197,12 @@ class Stock:
 
     # Back ends without lists.
 
-    def _load_bucket(
-        self, bucket: int, seconds: float = CATALOG_SECONDS
-    ) -> list[tuple[ObjectRef, int]] | None:
+    def _load_bucket(self, bucket: int) -> list[tuple[ObjectRef, int]] | None:
         """The stored list, None if there is none. A list that is damaged counts as empty."""
         ref = _catalog_ref(bucket)
         size = HEADER_BYTES
         while True:
-            request = LaneRequest("get", CATALOG, f"{bucket:02x}", size, 0, seconds)
+            request = LaneRequest("get", CATALOG, f"{bucket:02x}", size, 0, CATALOG_SECONDS)
             reply, content = self._read(request)
             if reply.outcome != "corrupt" or size >= MAX_LIST_BYTES:
                 break
@@ -233,11 +232,14 @@ class Stock:
             if ref not in removed and self._index.add_discovered(ref.namespace, ref.key, charged):
                 self._on_change(ref.namespace, ref.key, True)
 
-    def _save_bucket(self, bucket: int, seconds: float = CATALOG_SECONDS) -> None:
-        found = self._load_bucket(bucket, seconds)
+    def _save_bucket(self, bucket: int) -> None:
+        found = self._load_bucket(bucket)
         if found is None and bucket in self._written:
             self._forget_all()
         self._merge(bucket, found)
+        self._write_bucket(bucket, CATALOG_SECONDS)
+
+    def _write_bucket(self, bucket: int, seconds: float) -> None:
         with self._lock:
             dirty = bucket in self._dirty
             self._dirty.discard(bucket)

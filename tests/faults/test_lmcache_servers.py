@@ -1,0 +1,56 @@
+"""Faults of real servers behind an lmcache tier of a real tierd, as `kvtier faults` runs them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.support.lmcache_backends import require_lmcache, require_redis
+
+from kvtier.scorecard import runner
+from kvtier.scorecard.remote_faults import names
+
+REDIS = ("redis-lies", "redis-SIGSTOP", "redis-SIGKILL", "redis-child-SIGKILL")
+LMCACHE = ("lmcache-garbles", "lmcache-cut-off", "lmcache-SIGKILL", "lmcache-child-SIGSTOP")
+
+
+def check(tmp_path: Path, faults: tuple[str, ...]) -> None:
+    # How long a load waits on a machine that runs other tests as well is not judged here.
+    options = runner.ScorecardOptions(tmp_path, faults, seconds=2.0, slack_seconds=20.0)
+    rows = list(runner.run_faults(options))
+    assert [row.fault for row in rows] == [name for name in names() if name in faults]
+    for row in rows:
+        assert row.verdict == runner.PASS, row
+        assert row.wrong_bytes == row.crashes == row.bytes_over_budget == 0
+        assert row.loads > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_faults_of_redis_cost_misses_and_nothing_else(tmp_path: Path) -> None:
+    require_lmcache()
+    require_redis()
+    check(tmp_path, REDIS)
+
+
+@pytest.mark.slow
+def test_faults_of_an_lmcache_server_cost_misses_and_nothing_else(tmp_path: Path) -> None:
+    require_lmcache()
+    check(tmp_path, LMCACHE)
+
+
+def test_without_lmcache_its_faults_are_no_part_of_the_scorecard(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvtier.scorecard.remote_faults.installed", lambda: False)
+    assert not [name for name in runner.names() if name.startswith(("redis", "lmcache"))]
+
+
+def test_without_a_redis_server_its_rows_are_skipped_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_lmcache()
+    monkeypatch.setattr("kvtier.harness.lmcache_servers.shutil.which", lambda _: None)
+    (row,) = runner.run_faults(runner.ScorecardOptions(tmp_path, ("redis-lies",)))
+    assert row.verdict == runner.SKIPPED
+    assert row.reason == "neither redis-server nor valkey-server is installed"
