@@ -468,3 +468,20 @@ class _Always(Random):
 
     def random(self) -> float:
         return 0.0
+
+
+def test_a_sequence_that_is_aborted_while_it_is_waked_leaves_no_report_behind() -> None:
+    bench = Bench.make(options=TiersOptions(num_blocks=24))
+    stored(bench)
+    parked = bench.add(PROMPT, max_tokens=50, number=1)
+    step_until(bench, parked, Status.RUNNING)
+    connector, scheduler = bench.tiers.connector, bench.engine.scheduler
+    # As ATOM leaves it when a loaded sequence finds no room in a step.
+    scheduler.running.remove(parked)
+    parked.status = Status.WAITING
+    scheduler.waiting.append(parked)
+    for _ in range(2):
+        connector.build_connector_meta()
+    assert parked.status is Status.WAITING_FOR_REMOTE_KVS
+    scheduler.abort(parked)
+    assert connector.process_completions(KVConnectorOutput()).finished_loading == set()

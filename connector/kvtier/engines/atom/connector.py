@@ -154,11 +154,10 @@ class KVTierOffloadScheduler:
 
     def process_completions(self, output: KVConnectorOutput) -> KVConnectorOutput:
         scheduler = self._scheduler
-        return (
-            output
-            if scheduler is None
-            else self._run(output, scheduler.process_completions, output)
-        )
+        if scheduler is None:
+            return output
+        processed = self._run(None, scheduler.process_completions, output)
+        return _plain(output) if processed is None else processed
 
     def should_defer_free(self, seq: AtomSequence) -> bool:
         scheduler = self._scheduler
@@ -185,6 +184,16 @@ class KVTierOffloadScheduler:
         supervisor, self._supervisor = self._supervisor, None
         if supervisor is not None:
             self._guard.run("shutdown", None, supervisor.stop, SUPERVISOR_SECONDS)
+
+
+def _plain(output: KVConnectorOutput) -> KVConnectorOutput:
+    """The ids that ATOM waits for, after an unexpected error: every load counts as failed."""
+    ended = [*output.finished_loading, *output.failed_loading]
+    output.failed_loading = {getattr(each, "req_id", each) for each in ended}
+    output.finished_loading = set()
+    output.finished_saving = set()
+    output.connector_completions = set()
+    return output
 
 
 class KVTierOffloadConnector:

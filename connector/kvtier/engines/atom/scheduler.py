@@ -70,6 +70,8 @@ class _EndedLoad:
     request_id: RequestId
     load_id: int
     succeeded: bool
+    waked: SequenceState | None = None
+    """Reported once more to end a standstill, if it is still parked then."""
 
 
 class _BlockNumbers:
@@ -253,7 +255,7 @@ class AtomScheduler:
             if getattr(state.seq, "offload_loaded", False) or getattr(
                 state.seq, "offload_load_failed", False
             ):
-                self._held.append(_EndedLoad(state.seq.id, 0, succeeded=True))
+                self._held.append(_EndedLoad(state.seq.id, 0, True, state))
 
     def build_load_meta(self) -> AtomStepMetadata:
         """Returns only the jobs that ATOM waits for, once KVTier is off."""
@@ -333,6 +335,8 @@ class AtomScheduler:
         failed: set[Any] = set()
         kept: deque[_EndedLoad] = deque()
         for end in self._held:
+            if end.waked is not None and end.waked.status != PARKED:
+                continue  # Aborted meanwhile: ATOM would keep the report for the next with this id.
             busy = end.request_id in loaded or end.request_id in failed
             if busy or self.loads.has_older(end.request_id, end.load_id):
                 kept.append(end)
