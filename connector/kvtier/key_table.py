@@ -56,6 +56,37 @@ class KeyTable:
         else:
             records[at + size : at + size + _VALUE_BYTES] = data
 
+    def change_bits(self, key: bytes, bits: int, present: bool) -> bool:
+        """Sets or clears bits of the key's number; a number of 0 is no number. False if they were
+        set or clear before. One search instead of two."""
+        size = len(key)
+        buckets = self._buckets.get(size)
+        number = hash(key) % _BUCKETS
+        records = buckets[number] if buckets is not None else None
+        at = -1 if records is None else _find(records, key)
+        if records is None or at < 0:
+            if present:
+                self.set(key, bits)
+            return present
+        before = _value(records, at + size)
+        after = before | bits if present else before & ~bits
+        if not after:
+            self.pop(key)
+        elif after != before:
+            records[at + size : at + size + _VALUE_BYTES] = after.to_bytes(_VALUE_BYTES, "little")
+        return after != before
+
+    def clear_part(self, buckets: int) -> bool:
+        """Removes the keys of up to ``buckets`` buckets. False if the table is empty: freeing all
+        of a large table at once takes long."""
+        for size, lists in list(self._buckets.items()):
+            del lists[-buckets:]
+            if lists:
+                return True
+            del self._buckets[size]
+        self._count = 0
+        return False
+
     def pop(self, key: bytes) -> int:
         """Removes the key and returns its number; 0 if it has none."""
         buckets = self._buckets.get(len(key))

@@ -269,17 +269,6 @@ class SlotAllocator:
                 freed = True
         return freed
 
-    def evicting_keys(self, namespace: str) -> set[bytes]:
-        """Keys of a namespace that are being evicted."""
-        announced = (
-            (token, entry) for token, (entries, _) in self._notices.items() for entry in entries
-        )
-        return {
-            entry.key
-            for token, entry in announced
-            if entry.evicting == token and entry.namespace == namespace
-        }
-
     def acknowledge(self, token: int) -> None:
         """Every scheduler of the namespace has dropped the keys of this notice."""
         if token in self._notices:

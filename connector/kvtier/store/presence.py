@@ -1,29 +1,33 @@
 """Which tier holds which key: the index that the schedulers' replicas follow.
 
 Only namespaces with an open engine are indexed in full. When one is opened, the keys of the
-secondary tiers are taken from the tiers' own indexes; from then on the tiers' announcements update
-it. Each announcement follows the change it describes, so applying some that the snapshot already
-contains gives the same state. The number of keys is bounded by the tiers' indexes and the slots of
-the pool.
+secondary tiers are taken from the tiers' own indexes, a few at a time; meanwhile and from then on
+the tiers' announcements update it. Each announcement follows the change it describes, so applying
+some that the listing already contains gives the same state. The number of keys is bounded by the
+tiers' indexes and the slots of the pool.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Container, Iterator, Sequence
+from itertools import chain, islice
 from queue import Empty, SimpleQueue
 
+from kvtier.key_table import KeyTable
 from kvtier.store.context import StoreContext
 from kvtier.store.types import MEMORY_BIT, RAM_BITS, PresenceChanged
 from kvtier.tiers.base import ObjectRef, Tier
 
 MAX_QUEUED_CHANGES = 65_536
 """Queued announcements. Beyond this the tier's keys are listed again instead."""
-MAX_CHANGES_PER_PUMP = 8_192
-"""About 5 ms of the store's thread."""
-RELISTED_PER_PUMP = 2_048
-"""Keys of a tier that is listed again. A million keys at once would take ten seconds, and tierd
-would count as dead."""
+MAX_CHANGES_PER_PUMP = 512
+"""With their announcement to one engine, about 2 ms of the daemon's loop. A disk writes fewer
+objects meanwhile."""
+FREED_PER_PUMP = 4_096
+"""Buckets of a table that is freed: about a millisecond."""
+LISTED_PER_PUMP = 384
+"""Keys of tiers that are being listed: about 3 ms. A million keys at once would take seconds, and
+tierd would count as dead."""
 
 
 class ChangeQueue:
@@ -79,26 +83,32 @@ class PresenceIndex:
         self.changes = ChangeQueue(len(tiers))
         self._context = context
         self._tiers = tiers
-        self._bits: dict[str, dict[bytes, int]] = {}
+        self._in_ram: dict[str, dict[bytes, int]] = {}
+        self._in_tiers: dict[str, KeyTable] = {}
+        """Of namespaces with an open engine."""
+        self._closed: list[KeyTable] = []
+        """Of namespaces that have been closed, to be freed."""
         self._users: dict[str, int] = {}
-        self._listings: dict[int, Iterator[tuple[str, bytes]]] = {}
-        """Tiers (from 0) that are being listed again, with the keys that remain."""
+        self._listings: dict[tuple[int, str], Iterator[bytes]] = {}
+        """Tiers (from 0) and namespaces that are being listed, with the keys that remain."""
 
     @property
     def busy(self) -> bool:
         """Whether ``apply_changes`` has something to do."""
-        return bool(self._listings) or len(self.changes) > 0 or self.changes.any_lost
+        return (
+            bool(self._listings or self._closed) or len(self.changes) > 0 or self.changes.any_lost
+        )
 
     def open(self, namespace: str, persistent: bool) -> None:
-        """Registers an engine of the namespace."""
+        """Registers an engine of the namespace. The keys of the tiers are announced by the next
+        calls of ``apply_changes``."""
         users = self._users.get(namespace, 0)
         self._users[namespace] = users + 1
-        if users == 0 and persistent:
-            bits = self._bits.setdefault(namespace, {})
-            for i, tier in enumerate(self._tiers):
-                bit = MEMORY_BIT << (i + 1)
-                for key in tier.keys(namespace):
-                    bits[key] = bits.get(key, 0) | bit
+        if users == 0:
+            self._in_tiers[namespace] = KeyTable()
+            if persistent:
+                for i in range(len(self._tiers)):
+                    self._list(i, namespace)
 
     def close(self, namespace: str) -> None:
         """Unregisters an engine of the namespace.
@@ -109,13 +119,11 @@ class PresenceIndex:
         if users:
             self._users[namespace] = users
             return
-        in_ram = {
-            key: bits & RAM_BITS
-            for key, bits in self._bits.pop(namespace, {}).items()
-            if bits & RAM_BITS
-        }
-        if in_ram:
-            self._bits[namespace] = in_ram
+        self._closed.append(self._in_tiers.pop(namespace))
+        for i in range(len(self._tiers)):
+            self._listings.pop((i, namespace), None)
+        if not self._in_ram.get(namespace, True):
+            del self._in_ram[namespace]
 
     def is_open(self, namespace: str) -> bool:
         """Whether the namespace has an open engine."""
@@ -124,16 +132,31 @@ class PresenceIndex:
     def bits(self, namespace: str, key: bytes) -> int:
         """Which tiers hold the key: bit 0 the memory tier, bit i the i-th tier of the document, and
         ``UNVERIFIED_BIT``."""
-        of_namespace = self._bits.get(namespace)
-        return 0 if of_namespace is None else of_namespace.get(key, 0)
+        in_ram, in_tiers = self._in_ram.get(namespace), self._in_tiers.get(namespace)
+        bits = 0 if in_ram is None else in_ram.get(key, 0)
+        return bits if in_tiers is None else bits | in_tiers.get(key)
 
     def in_secondary_tier(self, identity: tuple[str, bytes]) -> bool:
         """Whether a secondary tier holds the key of this namespace and key."""
-        return bool(self.bits(*identity) & ~RAM_BITS)
+        namespace, key = identity
+        in_tiers = self._in_tiers.get(namespace)
+        return in_tiers is not None and in_tiers.get(key) != 0
 
-    def snapshot(self, namespace: str) -> Iterable[tuple[bytes, int]]:
-        """All keys of a namespace with their bits."""
-        return list(self._bits.get(namespace, {}).items())
+    def entries(self, namespace: str) -> Iterator[tuple[bytes, int]]:
+        """The keys of a namespace with their bits at the time of each step, those in RAM first. A
+        key that changes meanwhile may be missing: its change is announced."""
+        in_ram = dict.fromkeys(self._in_ram.get(namespace, ()))
+        for key in in_ram:
+            bits = self.bits(namespace, key)
+            if bits:
+                yield key, bits
+        in_tiers = self._in_tiers.get(namespace)
+        if in_tiers is not None:
+            for part in in_tiers.parts():
+                for key, _ in part:
+                    bits = 0 if key in in_ram else self.bits(namespace, key)
+                    if bits:
+                        yield key, bits
 
     def change(
         self, namespace: str, key: bytes, bit: int, present: bool, location: int = 0
@@ -142,51 +165,66 @@ class PresenceIndex:
 
         ``location``: with ``MEMORY_BIT``, the slot and its generation.
         """
-        of_namespace = self._bits.get(namespace)
-        if of_namespace is None:
-            if not present:
-                return
-            of_namespace = self._bits[namespace] = {}
-        before = of_namespace.get(key, 0)
-        after = before | bit if present else before & ~bit
-        if after == before:
-            return
-        if after:
-            of_namespace[key] = after
-        else:
-            del of_namespace[key]
-            if not of_namespace and namespace not in self._users:
-                del self._bits[namespace]
-        if namespace in self._users:
+        changed = (
+            self._change_in_ram(namespace, key, bit, present)
+            if bit & RAM_BITS
+            else self._change_in_tiers(namespace, key, bit, present)
+        )
+        if changed and namespace in self._users:
             self._context.emit(PresenceChanged(namespace, key, bit, present, location))
 
+    def _change_in_ram(self, namespace: str, key: bytes, bit: int, present: bool) -> bool:
+        in_ram = self._in_ram.get(namespace)
+        if in_ram is None:
+            if not present:
+                return False
+            in_ram = self._in_ram[namespace] = {}
+        before = in_ram.get(key, 0)
+        after = before | bit if present else before & ~bit
+        if after:
+            in_ram[key] = after
+        elif before:
+            del in_ram[key]
+            if not in_ram and namespace not in self._users:
+                del self._in_ram[namespace]
+        return after != before
+
+    def _change_in_tiers(self, namespace: str, key: bytes, bit: int, present: bool) -> bool:
+        in_tiers = self._in_tiers.get(namespace)
+        if in_tiers is None:
+            return False
+        return in_tiers.change_bits(key, bit, present)
+
     def apply_changes(self) -> None:
-        """Applies the tiers' announcements since the last call."""
+        """Applies the tiers' announcements since the last call, and lists tiers further."""
+        if self._closed and not self._closed[-1].clear_part(FREED_PER_PUMP):
+            self._closed.pop()
         # Changes lost while a tier is being listed cause another listing afterwards.
-        lost = self.changes.take_lost(self._listings)
-        taken = self.changes.take(MAX_CHANGES_PER_PUMP)
-        users = self._users
-        for namespace, key, tier_index, present in taken:
-            if namespace in users:
-                self.change(namespace, key, MEMORY_BIT << tier_index, present)
+        lost = self.changes.take_lost({i for i, _ in self._listings})
+        for namespace, key, tier_index, present in self.changes.take(MAX_CHANGES_PER_PUMP):
+            self.change(namespace, key, MEMORY_BIT << tier_index, present)
         for i in lost:
             self._context.count("presence_relisted", self._tiers[i].name)
-            self._listings[i] = self._list_tier(i)
-        for i, listing in list(self._listings.items()):
-            part = list(islice(listing, RELISTED_PER_PUMP))
-            for namespace, key in part:
-                if namespace in users:
-                    # Checked at this moment, so that later announcements of the tier come after it.
-                    present = self._tiers[i].contains(ObjectRef(namespace, key))
-                    self.change(namespace, key, MEMORY_BIT << (i + 1), present)
-            if len(part) < RELISTED_PER_PUMP:
-                del self._listings[i]
+            for namespace in self._users:
+                self._list(i, namespace)
+        left = LISTED_PER_PUMP
+        while self._listings and left > 0:
+            (i, namespace), listing = next(iter(self._listings.items()))
+            part = list(islice(listing, left))
+            for key in part:
+                # Checked at this moment, so that later announcements of the tier come after it.
+                present = self._tiers[i].contains(ObjectRef(namespace, key))
+                self.change(namespace, key, MEMORY_BIT << (i + 1), present)
+            if len(part) < left:
+                del self._listings[i, namespace]
+            left -= len(part)
 
-    def _list_tier(self, tier: int) -> Iterator[tuple[str, bytes]]:
-        """Every key that the tier holds, or is indexed as holding, in a namespace with an open
-        engine."""
+    def _list(self, tier: int, namespace: str) -> None:
+        """Starts a listing of every key of the namespace that the tier holds, or is indexed as
+        holding."""
         bit = MEMORY_BIT << (tier + 1)
-        for namespace in list(self._users):
-            known = [key for key, bits in self._bits.get(namespace, {}).items() if bits & bit]
-            for key in dict.fromkeys([*self._tiers[tier].keys(namespace), *known]):
-                yield namespace, key
+        known = self._in_tiers[namespace].parts()
+        self._listings[tier, namespace] = chain(
+            self._tiers[tier].keys(namespace),
+            (key for part in known for key, bits in part if bits & bit),
+        )

@@ -20,7 +20,7 @@ The owner calls ``pump`` after it has passed in messages, when the executor wake
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 
 from kvtier.config.models import Live, MemoryTierDocument, Topology
 from kvtier.store.allocator import SlotAllocator
@@ -173,9 +173,9 @@ class TierStore:
         """The processes of all closed engines of this name have ended: their quarantine ends."""
         self._engines.confirm_dead(engine)
 
-    def reset_engine(self, engine: str, namespace: str) -> None:
-        """Handles a change of the engine's weights: later objects belong to ``namespace`` and
-        stay in RAM only.
+    def reset_engine(self, engine: str, namespace: str, persistent: bool = False) -> None:
+        """Handles a change of the engine's weights: later objects belong to ``namespace``, and stay
+        in RAM unless it is ``persistent``.
 
         Open reservations end without a commit, promotions are cancelled, loads continue.
         """
@@ -186,8 +186,8 @@ class TierStore:
             self._promotions.release(promotion)
         self._reservations.cancel_all(state)
         self._index.close(state.namespace)
-        state.namespace, state.persistent = namespace, False
-        self._index.open(namespace, False)
+        state.namespace, state.persistent = namespace, persistent
+        self._index.open(namespace, persistent)
 
     def configure(self, live: Live) -> None:
         """Applies live settings."""
@@ -274,20 +274,24 @@ class TierStore:
         """Answers a ``KeysEvicting``: every scheduler of the namespace has dropped its keys."""
         self._allocator.acknowledge(token)
 
-    def presence(self, namespace: str) -> Iterable[tuple[bytes, int, int]]:
-        """All keys of an open namespace with their bits and, for those in RAM, the slot and its
+    def presence(self, namespace: str) -> Iterator[tuple[bytes, int, int]]:
+        """The keys of an open namespace with their bits and, for those in RAM, the slot and its
         generation; without the RAM bits of keys that are being evicted.
 
-        Take the events first: they precede this snapshot.
+        Take the events first: they precede this. The iteration may be spread over any time: each
+        step tells the state of its moment. A key that changes meanwhile may be missing, so the
+        events since the start are to be applied after the last step.
         """
-        evicting = self._allocator.evicting_keys(namespace)
         get = self._resident.get
-        found: list[tuple[bytes, int, int]] = []
-        for key, held in self._index.snapshot(namespace):
-            bits = held & ~RAM_BITS if key in evicting else held
-            entry = get(namespace, key) if bits & MEMORY_BIT else None
-            found.append((key, bits, 0 if entry is None else entry.location))
-        return found
+        for key, held in self._index.entries(namespace):
+            bits, location = held, 0
+            entry = get(namespace, key) if bits & RAM_BITS else None
+            if entry is not None and entry.evicting:
+                bits &= ~RAM_BITS
+            elif entry is not None and bits & MEMORY_BIT:
+                location = entry.location
+            if bits:
+                yield key, bits, location
 
     @property
     def usable_bits(self) -> int:

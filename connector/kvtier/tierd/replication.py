@@ -3,7 +3,7 @@
 tierd's ``ReplicaPublisher`` sends each scheduler a snapshot, then deltas in order, and eviction
 notices. Changes of one loop iteration are merged per key, so that a delta names each bit of a key
 once. An eviction notice follows every earlier change. A snapshot is sent a few pieces per
-iteration; changes during that time wait behind it.
+iteration, each of which tells the state of its moment; the changes since its start follow it.
 
 The scheduler's ``Replica`` applies the messages to a dictionary, which it uses as a hint. It has
 one owner: ``apply`` and ``get`` are called by one thread, or by threads that the caller
@@ -20,10 +20,12 @@ from itertools import islice
 from kvtier.store.types import MEMORY_BIT, RAM_BITS
 from kvtier.tierd.wire import Delta, EvictionAck, EvictionNotice, Message, Usable
 
-SNAPSHOT_KEYS = 4096
-"""Keys in one message: about 170 KB, a few milliseconds to encode."""
-PIECES_PER_CALL = 4
-MAX_DEFERRED = 4096
+SNAPSHOT_KEYS = 512
+"""Keys in one message: about 20 KB, about a millisecond to collect and encode."""
+PIECES_PER_CALL = 2
+"""Together twice as many keys as the store adds per iteration while it lists a tier, so that a
+snapshot overtakes the listing."""
+MAX_DEFERRED_KEYS = 65_536
 """Changes that wait behind a snapshot. Beyond that, a new snapshot is shorter."""
 FORGET_SECONDS = 1.0
 """The store waits for acknowledgements for 100 ms; later ones are of no use."""
@@ -32,17 +34,31 @@ Added = tuple[bytes, int, int]
 Removed = tuple[bytes, int]
 
 
-class _ReplicaState:
-    """One scheduler. ``snapshot``: pieces still to be sent; None: the replica is up to date."""
+Deferred = tuple[list[Added], list[Removed]] | EvictionNotice
 
-    __slots__ = ("deferred", "first", "namespace", "sequence", "snapshot")
+
+def _keys_of(item: Deferred) -> int:
+    return len(item.keys) if isinstance(item, EvictionNotice) else len(item[0]) + len(item[1])
+
+
+class _ReplicaState:
+    """One scheduler. ``snapshot``: keys still to be sent; None: all are. ``deferred``: changes that
+    follow them."""
+
+    __slots__ = ("deferred", "deferred_keys", "first", "namespace", "sequence", "snapshot")
 
     def __init__(self, namespace: str) -> None:
         self.namespace = namespace
         self.sequence = 0
         self.snapshot: Iterator[Added] | None = None
         self.first = True
-        self.deferred: deque[tuple[list[Added], list[Removed]] | EvictionNotice] = deque()
+        self.deferred: deque[Deferred] = deque()
+        self.deferred_keys = 0
+
+    @property
+    def behind(self) -> bool:
+        """Whether something is to be sent before the next change."""
+        return self.snapshot is not None or bool(self.deferred)
 
 
 class ReplicaPublisher:
@@ -153,44 +169,51 @@ class ReplicaPublisher:
             del self._tokens[token]
         busy = False
         for route, replica in list(self._replicas.items()):
-            if replica.snapshot is not None:
+            if replica.behind:
                 self._continue_snapshot(route, replica)
-                busy = busy or replica.snapshot is not None
+                busy = busy or replica.behind
         return busy
 
     def _start_snapshot(self, replica: _ReplicaState) -> None:
         replica.snapshot = iter(self._presence(replica.namespace))
         replica.first = True
         replica.deferred.clear()
+        replica.deferred_keys = 0
 
     def _continue_snapshot(self, route: bytes, replica: _ReplicaState) -> None:
-        for _ in range(PIECES_PER_CALL):
-            snapshot = replica.snapshot
-            if snapshot is None:
-                break
+        left = SNAPSHOT_KEYS * PIECES_PER_CALL
+        while left > 0 and (snapshot := replica.snapshot) is not None:
             piece = list(islice(snapshot, SNAPSHOT_KEYS))
             if piece or replica.first:
                 self._delta(route, replica, piece, [], replica.first)
                 replica.first = False
             if len(piece) < SNAPSHOT_KEYS:
                 replica.snapshot = None
-        if replica.snapshot is None:
-            while replica.deferred:
-                item = replica.deferred.popleft()
-                self._emit(route, replica, item)
+            left -= len(piece)
+        while replica.snapshot is None and replica.deferred and left > 0:
+            item = replica.deferred.popleft()
+            keys = _keys_of(item)
+            replica.deferred_keys -= keys
+            left -= keys
+            self._transmit(route, replica, item)
 
     def _emit(
         self,
         route: bytes,
         replica: _ReplicaState,
-        item: tuple[list[Added], list[Removed]] | EvictionNotice,
+        item: Deferred,
     ) -> None:
-        if replica.snapshot is not None:
-            if len(replica.deferred) >= MAX_DEFERRED:
+        if replica.behind:
+            replica.deferred_keys += _keys_of(item)
+            if replica.deferred_keys >= MAX_DEFERRED_KEYS:
                 self._start_snapshot(replica)
                 return
             replica.deferred.append(item)
-        elif isinstance(item, EvictionNotice):
+        else:
+            self._transmit(route, replica, item)
+
+    def _transmit(self, route: bytes, replica: _ReplicaState, item: Deferred) -> None:
+        if isinstance(item, EvictionNotice):
             self._send(route, item)
         else:
             self._delta(route, replica, item[0], item[1], False)

@@ -31,6 +31,32 @@ def test_it_is_a_map(steps: list[tuple[bool, bytes, int]]) -> None:
             assert table.key_at(*table.place(key), value) == key
 
 
+@given(steps=st.lists(st.tuples(st.booleans(), KEYS, st.sampled_from((1, 2, 4))), max_size=80))
+def test_bits_are_set_and_cleared(steps: list[tuple[bool, bytes, int]]) -> None:
+    table, model = KeyTable(), dict[bytes, int]()
+    for present, key, bit in steps:
+        before = model.get(key, 0)
+        after = before | bit if present else before & ~bit
+        assert table.change_bits(key, bit, present) == (after != before)
+        model[key] = after
+        assert table.get(key) == after
+        assert len(table) == sum(bool(value) for value in model.values())
+
+
+def test_a_table_is_freed_in_parts() -> None:
+    table = KeyTable()
+    for number in range(1, 100):
+        table.set(b"%d" % number, number)
+    calls = 1
+    while table.clear_part(1 << 14):
+        calls += 1
+    # Keys of one digit and of two have buckets of their own, four parts each, and a call that ends
+    # with the first begins with the second.
+    assert calls == 7
+    assert len(table) == 0
+    assert table.get(b"7") == 0
+
+
 def test_a_key_within_the_records_of_others_is_not_found() -> None:
     # With two-byte keys, records of six bytes: "ab" and 25185 hold "ba" between them.
     table = KeyTable()

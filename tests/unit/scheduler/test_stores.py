@@ -60,6 +60,14 @@ def test_whole_chunks_are_stored_once_their_step_was_executed(testbed: Scheduler
     ]
 
 
+def test_each_store_names_the_chunk_before_it(testbed: SchedulerTestbed) -> None:
+    request = _computed(testbed)
+    testbed.build({"r": 1})
+    (reserve,) = testbed.client.take(Reserve)
+    previous = [item[4] for item in reserve.items]
+    assert previous == [b"", *(request.key(chunk)[1:] for chunk in range(3))]
+
+
 def test_each_chunk_is_stored_once(testbed: SchedulerTestbed) -> None:
     _computed(testbed)
     testbed.run({"r": 1})

@@ -6,7 +6,8 @@ import pytest
 from tests.unit.store.store_fixture import NAMESPACE, PAGE, StoreFixture, block_hash
 
 from kvtier.store import presence
-from kvtier.store.types import PresenceChanged
+from kvtier.store.types import EngineInfo, PresenceChanged
+from kvtier.tiers.base import ObjectRef
 
 
 def key(chunk: int) -> bytes:
@@ -81,7 +82,7 @@ def test_a_tier_is_listed_again_in_parts_while_it_changes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(presence, "MAX_QUEUED_CHANGES", 10)
-    monkeypatch.setattr(presence, "RELISTED_PER_PUMP", 8)
+    monkeypatch.setattr(presence, "LISTED_PER_PUMP", 8)
     fixture = StoreFixture()
     fixture.engine()
     for chunk in range(50):
@@ -107,7 +108,7 @@ def test_changes_lost_during_a_listing_cause_another_listing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(presence, "MAX_QUEUED_CHANGES", 10)
-    monkeypatch.setattr(presence, "RELISTED_PER_PUMP", 8)
+    monkeypatch.setattr(presence, "LISTED_PER_PUMP", 8)
     fixture = StoreFixture()
     fixture.engine()
     for chunk in range(50):
@@ -126,7 +127,7 @@ def test_a_namespace_that_is_closed_while_its_tier_is_listed_is_not_announced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(presence, "MAX_QUEUED_CHANGES", 10)
-    monkeypatch.setattr(presence, "RELISTED_PER_PUMP", 8)
+    monkeypatch.setattr(presence, "LISTED_PER_PUMP", 8)
     fixture = StoreFixture()
     fixture.engine()
     for chunk in range(50):
@@ -144,3 +145,50 @@ def test_two_engines_of_one_namespace_see_each_others_objects() -> None:
     fixture.engine("e1")
     fixture.put(0, "e0")
     assert len(fixture.load(0, engine="e1").slots) == 1
+
+
+def test_an_attach_lists_a_tier_in_parts_and_ram_is_there_at_once() -> None:
+    fixture = StoreFixture(slots=32)
+    fixture.engine("first")
+    fixture.put(100_000, "first")
+    fixture.settle()
+    fixture.store.close_engine("first", True)
+    count = 5 * presence.LISTED_PER_PUMP
+    for chunk in range(count):
+        fixture.tier.objects[ObjectRef(NAMESPACE, key(chunk))] = fixture.tier.objects[
+            ObjectRef(NAMESPACE, key(100_000))
+        ]
+    fixture.store.open_engine(EngineInfo("e", NAMESPACE, (PAGE,), ((PAGE,),)))
+    assert [held for held, *_ in fixture.store.presence(NAMESPACE)] == [key(100_000)]
+    most, calls = 0, 0
+    while fixture.store.next_wake() == fixture.clock.now:
+        most = max(most, sum(isinstance(e, PresenceChanged) for e in fixture.pump()))
+        calls += 1
+    assert most <= presence.LISTED_PER_PUMP
+    assert calls >= 5
+    assert len(fixture.held(NAMESPACE)) == count + 1
+
+
+def test_a_snapshot_and_the_events_since_its_start_give_the_present_state() -> None:
+    fixture = StoreFixture(slots=32)
+    fixture.engine()
+    fixture.put_in_tier(*range(20))
+    for chunk in range(10, 14):
+        fixture.put(chunk)
+    fixture.settle()
+    steps = fixture.store.presence(NAMESPACE)
+    replica: dict[bytes, int] = {}
+    before = len(fixture.events)
+    for turn, (held, bits, _) in enumerate(steps):
+        replica[held] = replica.get(held, 0) | bits
+        if turn % 3 == 0:
+            fixture.tier.drop(NAMESPACE, key(turn))
+            fixture.put_in_tier(100 + turn)
+        if turn % 4 == 0:
+            fixture.promote(19 - turn)
+            fixture.settle()
+    for event in fixture.events[before:]:
+        if isinstance(event, PresenceChanged):
+            held = replica.get(event.key, 0)
+            replica[event.key] = held | event.bits if event.present else held & ~event.bits
+    assert {held: bits for held, bits in replica.items() if bits} == fixture.held(NAMESPACE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvtier.tierd.replication import (
-    MAX_DEFERRED,
+    MAX_DEFERRED_KEYS,
     PIECES_PER_CALL,
     SNAPSHOT_KEYS,
     Replica,
@@ -130,15 +130,39 @@ def test_too_many_changes_during_a_snapshot_start_another_one() -> None:
     testbed = PublisherTestbed({number.to_bytes(4, "big"): 1 for number in range(count)})
     testbed.publisher.start(b"r", "ns")
     testbed.publisher.publish(0.0)
-    for number in range(MAX_DEFERRED + 1):
+    for number in range(MAX_DEFERRED_KEYS + 1):
         testbed.set(b"new" + number.to_bytes(4, "big"), 1)
         testbed.publisher.flush()
     while testbed.publisher.publish(0.0):
         pass
     replica = testbed.replica()
     assert not replica.stale
-    assert len(replica) == count + MAX_DEFERRED + 1
+    assert len(replica) == count + MAX_DEFERRED_KEYS + 1
     assert EvictionAck(token=1) not in testbed.sent
+
+
+def test_changes_behind_a_snapshot_are_sent_in_parts_and_in_order() -> None:
+    testbed = PublisherTestbed({number.to_bytes(4, "big"): 1 for number in range(10)})
+    testbed.publisher.start(b"r", "ns")
+    count = 3 * SNAPSHOT_KEYS * PIECES_PER_CALL
+    for number in range(count):
+        testbed.set(b"new" + number.to_bytes(4, "big"), 1)
+    testbed.publisher.flush()
+    testbed.sent.clear()
+    rounds = 0
+    while True:
+        before = len(testbed.sent)
+        more = testbed.publisher.publish(0.0)
+        if rounds == 0:
+            testbed.clear(b"new" + (count - 1).to_bytes(4, "big"), 1)
+        rounds += 1
+        sent = [message for _, message in testbed.sent[before:] if isinstance(message, Delta)]
+        assert sum(len(each.added) for each in sent) <= SNAPSHOT_KEYS * (PIECES_PER_CALL + 1)
+        if not more:
+            break
+    assert rounds >= 3
+    testbed.publisher.publish(0.0)
+    assert len(testbed.replica()) == 10 + count - 1
 
 
 def test_withdrawing_a_tier_costs_one_message_for_any_number_of_keys() -> None:

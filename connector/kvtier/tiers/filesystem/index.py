@@ -37,10 +37,8 @@ _PLACEHOLDER_FRACTION = 4
 """At most this part of the bound may be predecessors that are not indexed."""
 MAX_INDEXED_OBJECTS = 750_000
 """Of all file tiers of a daemon together. A sidecar has 256 MiB for indexes, and an object takes at
-most 310 bytes: 100 here with a key of 33 bytes, 80 for its key in the store's presence index, and
-its part of that dictionary, up to six entries of 20 bytes right after a resize to three times its
-size. That is 222 MiB; predecessors that are not indexed, at most a quarter as many, take the rest.
-"""
+most 170 bytes: 110 here with a key of 33 bytes, and 60 in the store's presence index. That is 122
+MiB; predecessors that are not indexed, at most a quarter as many, take 20."""
 _REFILL_FRACTION = 16
 """A scan is worthwhile when this part of the index is free and some objects are not indexed."""
 
