@@ -18,6 +18,7 @@ from kvtier_operator.api.stored import read_status, read_stored
 from kvtier_operator.controller.pods.pod_view import view
 from kvtier_operator.controller.pods.reports import NO_REPORT
 from kvtier_operator.controller.rollout import outdated, plan_rollout
+from kvtier_operator.controller.status.serialize import without_undeclared
 from kvtier_operator.kube.resources import STATEFUL_SETS
 from kvtier_operator.render.documents import content_hash, pod_placement, structural
 from kvtier_operator.settings import load
@@ -48,6 +49,18 @@ def test_a_status_of_another_release_is_read_as_far_as_possible() -> None:
     assert found.observed_generation is None
     assert [each.type for each in found.conditions or ()] == ["Later"]
     assert [each.name for each in found.tiers or ()] == ["ram"]
+
+
+def test_a_status_leaves_out_what_an_earlier_definition_does_not_declare() -> None:
+    status = {"liveGeneration": 3, "tiers": [{"name": "a", "used": 1}, {"name": "b", "used": 2}]}
+    answer = (
+        "failed to create typed patch object (n/chat; kvtier.io/v1alpha1, Kind=KVTierPolicy): "
+        'errors:\n  .status.liveGeneration: field not declared in schema\n  .status.tiers[name="a"]'
+        ".used: field not declared in schema"
+    )
+    assert without_undeclared(status, answer) == {"tiers": [{"name": "a"}, {"name": "b"}]}
+    assert without_undeclared(status, "conflict: .status.liveGeneration") is None
+    assert without_undeclared({"pods": {}}, answer) is None
 
 
 def test_replicas_of_two_releases_differ_only_in_fields_that_one_does_not_know() -> None:
