@@ -320,3 +320,15 @@ def test_rendered_pod_volumes_are_accepted(api: Any, policies: str, path: Path) 
         url = f"/api/v1/namespaces/{api.namespace}/podtemplates?dryRun=All&fieldValidation=Strict"
         status, body = api.request("POST", url, template)
         assert status == 201, body
+
+
+@pytest.mark.parametrize(
+    "capacity", ["64GB", "-1", "0", "1234e56", "x", "", "1..2", -5, "12:30:45"]
+)
+def test_a_bad_quantity_is_one_error(api: Any, policies: str, capacity: Any) -> None:
+    policy = changed(SMALL, {"spec.tiers": [{"name": "ram", "memory": {"capacity": capacity}}]})
+    status, body = _create(api, policies, policy)
+    assert status == 422
+    (cause,) = body["details"]["causes"]
+    assert cause["field"] == "spec.tiers[0].memory.capacity"
+    assert "must be a quantity above zero, such as 64Gi" in cause["message"]

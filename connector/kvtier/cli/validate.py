@@ -11,6 +11,7 @@ from rich.text import Text
 from kvtier.cli.console import console, error_console
 from kvtier.cli.inputs import display_name, read
 from kvtier_operator.api.documents import Checked, parse
+from kvtier_operator.api.selector import SELECTS_EVERYTHING, selects_everything
 from kvtier_operator.api.unenforced import not_enforced
 from kvtier_operator.api.validation import FieldError
 from kvtier_operator.render import connectors
@@ -83,14 +84,17 @@ def show(report: FileReport) -> None:
 
 
 def warnings_of(document: Checked) -> list[str]:
-    """One message for each field that the policy sets and that has no effect. Whether the operator
-    may restart workloads is not known here.
+    """A message for each field that the policy sets and that has no effect, and for a selector of
+    every pod. Whether the operator may restart workloads is not known here.
     """
     policy = document.policy
     if policy is None:
         return []
     gaps = connectors.unsupported_fields(policy)
-    return [*not_enforced(policy, may_restart=True), *(gap.message for gap in gaps)]
+    found = [*not_enforced(policy, may_restart=True), *(gap.message for gap in gaps)]
+    if selects_everything(policy.spec.pod_selector):
+        found.append(f"spec.podSelector: {SELECTS_EVERYTHING}")
+    return found
 
 
 def _document_json(document: Checked) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, model
 from pydantic.alias_generators import to_camel
 from pydantic_core import PydanticCustomError
 
-from kvtier_operator.api.quantity import Quantity
+from kvtier_operator.api.quantity import MAX_VALUE, PATTERN, Quantity
 
 Path = tuple[str | int, ...]
 """Where in a document: keys and list indexes."""
@@ -161,21 +161,31 @@ Integer = Annotated[int, Strict()]
 """An integer; not text, not 5.0, not true."""
 
 
+def _below_maximum(quantity: Quantity) -> Quantity:
+    if quantity.value >= MAX_VALUE:
+        raise PydanticCustomError("quantity", "too large")
+    return quantity
+
+
 def _positive(quantity: Quantity) -> Quantity:
     if quantity.value <= 0:
         raise PydanticCustomError("quantity", "not above zero")
-    return quantity
+    return _below_maximum(quantity)
 
 
 def _not_negative(quantity: Quantity) -> Quantity:
     if quantity.value < 0:
         raise PydanticCustomError("quantity", "below zero")
-    return quantity
+    return _below_maximum(quantity)
 
 
 def _quantity_rule(condition: str, words: str) -> Scalar:
+    # The grammar is a part of the rule, not a pattern of the schema: one value, one error.
+    # Kubernetes reads a larger value as the largest, so the largest is not accepted either.
     return Scalar(
-        cel=f"isQuantity(string(self)) && quantity(string(self)).{condition}",
+        cel=f"string(self).matches(r'{PATTERN}') && isQuantity(string(self)) && "
+        f"quantity(string(self)).{condition} && "
+        f"quantity(string(self)).isLessThan(quantity('{MAX_VALUE}'))",
         message=f"must be {words}",
         expression=f"'must be {words}, got ' + string(self)",
     )

@@ -199,9 +199,10 @@ def _schema(shape: Shape, path: str) -> dict[str, Any]:
             schema = {
                 "anyOf": [{"type": "integer"}, {"type": "string"}],
                 "x-kubernetes-int-or-string": True,
-                "pattern": PATTERN,
                 "maxLength": MAX_TEXT,
             }
+            if not shape.scalars:
+                schema["pattern"] = PATTERN
         case "integer":
             schema = {"type": "integer", "format": "int64"}
             for key, bound in (

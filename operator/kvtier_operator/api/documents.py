@@ -1,9 +1,9 @@
 """Reading policy files: YAML or JSON, one or several documents, or lists of policies as `kubectl
 get -o yaml` prints them.
 
-Files are parsed as `kubectl` does: YAML 1.1, but text that looks like a date stays text. In
-addition, duplicate keys, keys that are not text, aliases that expand a small file into a large one,
-and documents of other kinds are errors.
+Files are parsed as `kubectl` does (``yaml_scalars``). In addition, duplicate keys, keys that are
+not text, aliases that expand a small file into a large one, and documents of other kinds are
+errors.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import yaml
 
 from kvtier_operator.api.policy import API_VERSION, KIND, KVTierPolicy
 from kvtier_operator.api.validation import FieldError, InvalidDocumentError, format_value, validated
+from kvtier_operator.api.yaml_scalars import Scalar, as_json, parse_scalar
 
 MAX_FILE_BYTES = 1 << 20
 """A large policy has 10 KiB; a file may hold several."""
@@ -49,9 +50,14 @@ class Checked:
 
 
 class _Loader(yaml.SafeLoader):
-    """Rejects what a policy must not have; dates stay text."""
+    """Rejects what a policy must not have. Plain scalars are read as kubectl reads them."""
 
     _depth = 0
+
+    def resolve(self, kind: type[yaml.Node], value: str | None, implicit: Any) -> str:
+        if kind is yaml.ScalarNode and value is not None and implicit[0]:
+            return _MERGE if value == "<<" else _TAGS[type(parse_scalar(value))]
+        return str(super().resolve(kind, value, implicit))  # type: ignore[no-untyped-call]
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self._depth >= MAX_DEPTH:
@@ -101,11 +107,28 @@ def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> Iterator[dict
     mapping.update((str(key), value) for key, value in loader.construct_mapping(node).items())
 
 
-_Loader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+def _construct_scalar(loader: _Loader, node: yaml.ScalarNode) -> Scalar:
+    """A plain scalar, or one with a tag, which must have a value of that type."""
+    value = parse_scalar(str(loader.construct_scalar(node)))
+    is_number = type(value) is int and node.tag == _TAGS[float]
+    if _TAGS[type(value)] != node.tag and not is_number:
+        raise yaml.constructor.ConstructorError(
+            None, None, f"{value!r} is not of the type {node.tag}", node.start_mark
+        )
+    return value
+
+
+_TAGS: dict[type, str] = {
+    type(None): "tag:yaml.org,2002:null",
+    bool: "tag:yaml.org,2002:bool",
+    int: "tag:yaml.org,2002:int",
+    float: "tag:yaml.org,2002:float",
+    str: "tag:yaml.org,2002:str",
 }
+_Loader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
+for _type, _tag in _TAGS.items():
+    if _type is not str:
+        _Loader.add_constructor(_tag, _construct_scalar)
 
 
 def parse(text: str | bytes) -> list[Checked]:
@@ -182,10 +205,14 @@ def _raw_documents(text: str) -> list[Any]:
         # JSON may be indented with tabs, which YAML rejects. Other text that starts with { is YAML
         # in flow style.
         try:
-            return [json.loads(text, object_pairs_hook=_unique)]
+            return [json.loads(text, object_pairs_hook=_unique, parse_float=_json_float)]
         except json.JSONDecodeError:
             pass
     return list(yaml.load_all(text, Loader=_Loader))
+
+
+def _json_float(text: str) -> int | float:
+    return as_json(float(text))
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

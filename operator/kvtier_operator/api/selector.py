@@ -86,6 +86,17 @@ class LabelSelector(Model):
     ] = None
 
 
+SELECTS_EVERYTHING = (
+    "selects every pod of the namespace; pods without an engine are skipped and listed in the "
+    "status. Set matchLabels to select the engines"
+)
+
+
+def selects_everything(selector: LabelSelector) -> bool:
+    """Whether the selector has no requirement, and so matches every pod."""
+    return not selector.match_labels and not selector.match_expressions
+
+
 def matches(selector: LabelSelector, labels: Mapping[str, str]) -> bool:
     """Whether the labels fulfil every condition, as Kubernetes reads them: a selector without any
     matches everything.

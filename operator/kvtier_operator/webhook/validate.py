@@ -17,7 +17,13 @@ from kvtier_operator.api import allowlist
 from kvtier_operator.api.allowlist import AllowedVolume
 from kvtier_operator.api.names import INJECT_LABEL
 from kvtier_operator.api.policy import GROUP, KIND, KVTierPolicy
-from kvtier_operator.api.selector import LabelSelector, Operator, matches
+from kvtier_operator.api.selector import (
+    SELECTS_EVERYTHING,
+    LabelSelector,
+    Operator,
+    matches,
+    selects_everything,
+)
 from kvtier_operator.api.settings import AttachMode
 from kvtier_operator.api.stored import read_stored
 from kvtier_operator.api.unenforced import not_enforced, unknown_field
@@ -74,6 +80,7 @@ def validate(
     warnings += [unknown_field(path) for path in unknown]
     if policy is not None:
         warnings += not_enforced(policy, settings.rollout.enabled)
+        warnings += _selector_warnings(policy)
         warnings += [gap.message for gap in connectors.unsupported_fields(policy)]
         name = policy.metadata.name
         siblings = [other for other in others if other.metadata.name != name]
@@ -128,6 +135,11 @@ def _namespace_warnings(
             f'metadata.namespace: pods in namespace "{namespace}" do not get tiers until the '
             f"namespace has the label {INJECT_LABEL}=enabled"
         )
+
+
+def _selector_warnings(policy: KVTierPolicy) -> Iterator[str]:
+    if selects_everything(policy.spec.pod_selector):
+        yield f"spec.podSelector: {SELECTS_EVERYTHING}"
 
 
 def _conflict_warnings(

@@ -174,6 +174,15 @@ def test_overlapping_selectors_are_a_warning(selector: dict[str, Any], warned: b
     assert bool(found.warnings) == warned
 
 
+@pytest.mark.parametrize("selector", [{}, {"matchLabels": {}}, {"matchExpressions": []}])
+def test_a_selector_of_every_pod_is_a_warning(selector: dict[str, Any]) -> None:
+    found = validated(policy_document(podSelector=selector))
+    assert not found.errors
+    (warning,) = found.warnings
+    assert "selects every pod" in warning
+    assert not validated(policy_document()).warnings
+
+
 def test_a_shared_claim_with_another_hash_seed_is_a_warning() -> None:
     claim = disk(persistentVolumeClaim={"claimName": "kv"})
     elsewhere = {"podSelector": {"matchLabels": {"app": "other"}}}
