@@ -258,7 +258,7 @@ def test_a_definition_of_an_earlier_release_is_served_without_repeated_writes(
     cluster: Any, tmp_path: Path
 ) -> None:
     """The API server drops what an earlier definition lacks, of the status too. The status in force
-    then differs from the computed one for ever, which must not become a loop of writes.
+    then differs from the computed one at each reconcile, which must not become a loop of writes.
     """
 
     async def scenario(place: Repository) -> None:
