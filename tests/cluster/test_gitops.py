@@ -209,7 +209,8 @@ def test_waiting_for_a_policy_ends_without_pods_and_not_before_its_change_is_app
 
 def test_a_policy_that_is_not_accepted_is_not_ready(cluster: Any, tmp_path: Path) -> None:
     async def scenario(place: Repository) -> None:
-        place.write(policy(place.namespace, engine={"type": "ATOM"}))
+        export = {"nfs": {"server": "not.allowed.example", "path": "/kv"}}
+        place.write(policy(place.namespace, tiers=[file_tier("shared", export)]))
         await place.apply("--server-side")
         found = await place.observed()
         assert condition(found, "Ready")["status"] == "False"
