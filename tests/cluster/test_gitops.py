@@ -209,7 +209,8 @@ def test_waiting_for_a_policy_ends_without_pods_and_not_before_its_change_is_app
 
 def test_a_policy_that_is_not_accepted_is_not_ready(cluster: Any, tmp_path: Path) -> None:
     async def scenario(place: Repository) -> None:
-        place.write(policy(place.namespace, engine={"type": "ATOM"}))
+        export = {"nfs": {"server": "not.allowed.example", "path": "/kv"}}
+        place.write(policy(place.namespace, tiers=[file_tier("shared", export)]))
         await place.apply("--server-side")
         found = await place.observed()
         assert condition(found, "Ready")["status"] == "False"
@@ -250,5 +251,43 @@ def test_a_policy_whose_claim_binds_on_first_use_is_ready(cluster: Any, tmp_path
                 assert readiness(found) == "Current"
             await place.kubectl("delete", "kvtp", "chat")
             await place.kubectl("delete", "--raw", f"{classes}/{name}")
+
+    in_cluster(cluster, tmp_path / "policy.yaml", scenario)
+
+
+def test_a_definition_of_an_earlier_release_is_served_without_repeated_writes(
+    cluster: Any, tmp_path: Path
+) -> None:
+    """The API server drops what an earlier definition lacks, of the status too. The status in force
+    then differs from the computed one at each reconcile, which must not become a loop of writes.
+    """
+
+    async def scenario(place: Repository) -> None:
+        found = await place.client.get(controllers.DEFINITIONS, None, "kvtierpolicies.kvtier.io")
+        schema = found["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]
+        del schema["spec"]["properties"]["minLoadTokens"]
+        del schema["status"]["properties"]["liveGeneration"]
+        versions = found["spec"]["versions"]
+        versions[0]["additionalPrinterColumns"] = []
+        patch = {"spec": {"versions": versions}}
+        try:
+            await place.client.patch(
+                controllers.DEFINITIONS, None, "kvtierpolicies.kvtier.io", patch
+            )
+            place.write(policy(place.namespace, selection="Weighted"))
+
+            async def dropped() -> bool:
+                await place.apply("--server-side")
+                return "minLoadTokens" not in (await place.live())["spec"]
+
+            await until("the earlier definition is served", dropped)
+            await place.waits()
+            before = await place.observed()
+            assert condition(before, "Ready")["status"] == "True"
+            await asyncio.sleep(3)
+            after = await place.live()
+            assert after["metadata"]["resourceVersion"] == before["metadata"]["resourceVersion"]
+        finally:
+            await controllers.install_definition(place.client)
 
     in_cluster(cluster, tmp_path / "policy.yaml", scenario)

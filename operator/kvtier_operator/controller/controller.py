@@ -46,6 +46,7 @@ from kvtier_operator.controller.status.serialize import (
     invalid_policy_status,
     parse_status,
     to_dict,
+    without_undeclared,
 )
 from kvtier_operator.kube.election import Elector
 from kvtier_operator.kube.kopf_thread import DEFAULT_PACE, Pace
@@ -65,6 +66,8 @@ REJECTED_RETRY_SECONDS = 30.0
 """The pause before a call that the API server rejected is retried without any event."""
 MAX_DELETED = 1000
 """Deleted policies that wait for their Events while the API server accepts none."""
+MAX_STATUS_CALLS = 16
+"""Calls for one status: an earlier CustomResourceDefinition may lack several fields of it."""
 STATUS_ATTEMPTS = 3
 """Attempts to write a status while other clients change the same policy."""
 INTERNAL_ERRORS = (
@@ -203,7 +206,11 @@ class Reconciler:
             except ApiError as error:
                 if error.status == 404:
                     return None
-                if error.status != 409 or attempt == STATUS_ATTEMPTS:
+                known = without_undeclared(document, error.message)
+                if known is not None and attempt < MAX_STATUS_CALLS:
+                    document = known
+                    continue
+                if error.status != 409 or attempt >= STATUS_ATTEMPTS:
                     raise
             # Another client changed the policy, which triggers another reconcile. Until then the
             # status describes the version that was reconciled.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -24,6 +25,8 @@ CONDITION_ORDER = (
 )
 """Order of the conditions in a status."""
 MAX_MESSAGE = 1024
+_UNDECLARED = re.compile(r"\.status((?:\.\w+|\[[^\]]*\])+): field not declared in schema")
+"""What the API server says about a field of a server-side apply that the definition lacks."""
 
 
 def parse_status(cached: CachedPolicy) -> PolicyStatus | None:
@@ -93,6 +96,28 @@ def to_conditions(
 def to_dict(status: PolicyStatus) -> dict[str, Any]:
     """The status as the API server stores it."""
     return status.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+
+def without_undeclared(document: dict[str, Any], message: str) -> dict[str, Any] | None:
+    """A status without the fields that the API server's answer to an apply names as undeclared:
+    the CustomResourceDefinition is of an earlier release. None if the answer names none.
+    """
+    paths = [re.sub(r"\[[^\]]*\]", "", path) for path in _UNDECLARED.findall(message)]
+    found: Any = document
+    for path in paths:
+        found = _without(found, path.split(".")[1:])
+    return found if paths and found != document else None
+
+
+def _without(value: Any, path: list[str]) -> Any:
+    """``value`` without the field at a path; lists on the way stand for each of their items."""
+    if isinstance(value, list):
+        return [_without(item, path) for item in value]
+    if not isinstance(value, dict) or path[0] not in value:
+        return value
+    if len(path) == 1:
+        return {key: item for key, item in value.items() if key != path[0]}
+    return {**value, path[0]: _without(value[path[0]], path[1:])}
 
 
 def apply_body(
