@@ -154,7 +154,7 @@ class Settings(Section):
     storage: Storage = Storage()
     rollout: RolloutSettings = RolloutSettings()
     allowed_volumes: tuple[AllowedVolume, ...] = ()
-    policy_bounds: PolicyBounds = PolicyBounds()
+    policy_bounds: PolicyBounds = Field(default_factory=lambda: PolicyBounds.model_validate({}))
     webhook: Webhook = Webhook()
     controller: ControllerSettings = ControllerSettings()
     monitoring: MonitoringSettings = MonitoringSettings()
