@@ -18,6 +18,28 @@ from pathlib import Path
 import kvtier
 
 ENTRY_POINTS = "[vllm.general_plugins]\nkvtier = kvtier.engines.vllm.plugin:register\n"
+ATOM_DIRECTORY = "kvtier-atom"
+"""Directory of the payload that goes before it on the ``PYTHONPATH`` of an ATOM engine."""
+SITE_CUSTOMIZE = '''"""Registers KVTier with ATOM (kvtier/engines/common/atom_plugin.py)."""
+
+import importlib.machinery
+import importlib.util
+import os
+import sys
+
+here = os.path.dirname(os.path.abspath(__file__))
+others = [entry for entry in sys.path if os.path.abspath(entry or ".") != here]
+spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
+if spec is not None and spec.loader is not None:
+    # The one of the image, which this one hides.
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+try:
+    from kvtier.engines.common.atom_plugin import install
+
+    install()
+except ImportError as error:
+    print(f"KVTier: not attached: {error}", file=sys.stderr)
+'''
 NOT_DELIVERED = frozenset({"cli", "harness", "payload", "scorecard", "testing"})
 """Top-level modules of ``kvtier`` that no engine imports."""
 _NOT_SOURCE = shutil.ignore_patterns("__pycache__", "*.pyc", ".*")
@@ -42,10 +64,14 @@ def write(directory: Path | str, *, include: Collection[str] = ()) -> Path:
             f"Metadata-Version: 2.1\nName: kvtier\nVersion: {kvtier.__version__}\n"
         )
         (metadata / "entry_points.txt").write_text(ENTRY_POINTS)
+        atom = staging / ATOM_DIRECTORY
+        atom.mkdir()
+        (atom / "sitecustomize.py").write_text(SITE_CUSTOMIZE)
         for other in target.glob("kvtier-*.dist-info"):
             if other.name != metadata.name:
                 shutil.rmtree(other)
         _replace_directory(target / "kvtier", staging / "kvtier", staging / "old-package")
+        _replace_directory(target / ATOM_DIRECTORY, atom, staging / "old-atom")
         _replace_directory(target / metadata.name, metadata, staging / "old-metadata")
         # Engines run as arbitrary users. The root of a volume is owned by another user and already
         # world-readable.

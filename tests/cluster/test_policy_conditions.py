@@ -105,15 +105,15 @@ CASES = [
         sections={"allowedVolumes": EXPORTS, "storage": {"createVolumes": True}},
     ),
     Case(
-        "an unsupported engine",
+        "an engine with a connector that it does not have",
         {
             "Accepted": (
                 "False",
                 "Unsupported",
-                'spec.engine.type: Unsupported value: "ATOM": supported values: "VLLM"',
+                'spec.engine.connector: Unsupported value: "LMCache": supported values: "KVTier"',
             ),
         },
-        spec={"engine": {"type": "ATOM"}},
+        spec={"engine": {"type": "ATOM", "connector": "LMCache"}},
     ),
     Case(
         "fields that another connector has no equivalent of",

@@ -28,7 +28,7 @@ from kvtier.cli.inputs import (
 from kvtier.config import writer
 from kvtier.config.models import Daemon, HttpEndpoint, Structural, Topology
 from kvtier.tierd.run_directory import RunDirectory
-from kvtier_operator.api.engine import Connector
+from kvtier_operator.api.engine import Connector, EngineType
 from kvtier_operator.api.policy import KVTierPolicy
 from kvtier_operator.render import connectors, documents, engine
 from kvtier_operator.render.documents import (
@@ -216,7 +216,7 @@ def _render_attachment(
 ) -> RenderResult:
     """The arguments or the environment that attach an engine to the topology in ``directory``."""
     if options.engine_args:
-        arguments = engine.arguments(directory)
+        arguments = engine.arguments(directory, EngineType(document.engine_type))
         return RenderResult(shlex.join(arguments), arguments, notes)
     inherited = _parse_environment(options.env)
     variables = engine.environment(document, directory, _payload(options), inherited)

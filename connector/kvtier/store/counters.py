@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 MESSAGES = (
     "Abort", "Bye", "Cancel", "Deliver", "EvictionAck", "Heartbeat", "Hello", "Load",
-    "LoadReleased", "Promote", "Reserve", "ResetCache", "Resync",
+    "Identify", "LoadReleased", "Promote", "Reserve", "Resync",
 )  # fmt: skip
 """What an engine sends (``tierd/wire.py``)."""
 TIER_ERRORS = ("corrupt", "error", "key_missing", "no_space", "unavailable", "unexpected",

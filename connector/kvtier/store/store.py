@@ -173,9 +173,9 @@ class TierStore:
         """The processes of all closed engines of this name have ended: their quarantine ends."""
         self._engines.confirm_dead(engine)
 
-    def reset_engine(self, engine: str, namespace: str) -> None:
-        """Handles a change of the engine's weights: later objects belong to ``namespace`` and
-        stay in RAM only.
+    def reset_engine(self, engine: str, namespace: str, persistent: bool = False) -> None:
+        """Handles a change of the engine's weights: later objects belong to ``namespace``, and stay
+        in RAM unless it is ``persistent``.
 
         Open reservations end without a commit, promotions are cancelled, loads continue.
         """
@@ -186,8 +186,8 @@ class TierStore:
             self._promotions.release(promotion)
         self._reservations.cancel_all(state)
         self._index.close(state.namespace)
-        state.namespace, state.persistent = namespace, False
-        self._index.open(namespace, False)
+        state.namespace, state.persistent = namespace, persistent
+        self._index.open(namespace, persistent)
 
     def configure(self, live: Live) -> None:
         """Applies live settings."""

@@ -34,6 +34,7 @@ from kvtier.tierd.wire import (
     Deliver,
     EvictionAck,
     FromEngine,
+    Identify,
     Load,
     LoadReleased,
     Message,
@@ -41,7 +42,6 @@ from kvtier.tierd.wire import (
     Promoted,
     Ready,
     Reserve,
-    ResetCache,
     Resync,
 )
 
@@ -111,12 +111,18 @@ class Dispatcher:
         """Handles the end of a session."""
         self._publisher.stop(route)
 
-    def _announce(self, engine: EngineSessions, scheduler: Session, now: float) -> None:
+    def _announce(
+        self, engine: EngineSessions, scheduler: Session, now: float, identity: int = 0
+    ) -> None:
         info = engine.info
         if info is None:
             return
         ready = Ready(
-            namespace=info.namespace, slot_bytes=info.slot_bytes, persistent=info.persistent
+            namespace=info.namespace,
+            slot_bytes=info.slot_bytes,
+            persistent=info.persistent,
+            weights=engine.weights,
+            identity=identity,
         )
         for member in engine.members():
             shards = () if member.is_scheduler else engine.shards[member.hello.rank]
@@ -129,14 +135,27 @@ class Dispatcher:
             self._publish(self.store.take_events(), now)
             self._publisher.start(scheduler.route, engine.info.namespace)
 
-    def _reset(self, engine: EngineSessions, scheduler: Session, now: float) -> None:
-        if engine.info is None:
+    def _identify(
+        self, engine: EngineSessions, scheduler: Session, message: Identify, now: float
+    ) -> None:
+        """Moves an engine to the namespace of the weights that it has now."""
+        info = engine.info
+        complete = len(message.weights) == engine.ranks or bool(message.ephemeral_reason)
+        if info is None or engine.derive is None or not complete:
+            self._counters.add("protocol_violations", "", "scheduler_Identify")
             return
+        persistent = not (scheduler.hello.ephemeral_reason or message.ephemeral_reason)
+        engine.weights = () if message.ephemeral_reason else message.weights
+        namespace, engine.canonical = engine.derive(engine.weights)
+        if not persistent:
+            namespace = secrets.token_hex(16)
         self._publish(self.store.take_events(), now)
-        engine.info = replace(engine.info, namespace=secrets.token_hex(16), persistent=False)
-        self.store.reset_engine(engine.name, engine.info.namespace)
+        engine.info = replace(info, namespace=namespace, persistent=persistent)
+        self.store.reset_engine(engine.name, namespace, persistent)
         self._counters.add("engines_reset")
-        self._announce(engine, scheduler, now)
+        if persistent:
+            self._describe(namespace, engine.canonical)
+        self._announce(engine, scheduler, now, message.number)
 
     # Messages of engines.
 
@@ -181,8 +200,8 @@ class Dispatcher:
         elif isinstance(message, Resync):
             self._counters.add("resyncs")
             self._start_replica(engine, session, now)
-        elif isinstance(message, ResetCache):
-            self._reset(engine, session, now)
+        elif isinstance(message, Identify):
+            self._identify(engine, session, message, now)
         else:
             self._counters.add("protocol_violations", "", f"scheduler_{type(message).__name__}")
 

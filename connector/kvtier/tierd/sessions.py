@@ -75,7 +75,9 @@ class Session:
 @dataclass(slots=True, eq=False)
 class EngineSessions:
     """The attached members of an engine. ``name``: its name in the store. ``ending``: a member has
-    sent ``Bye``. ``shards[r][g]``: where rank r's shard of group g lies in a slot."""
+    sent ``Bye``. ``shards[r][g]``: where rank r's shard of group g lies in a slot. ``derive``:
+    namespace and canonical text for fingerprints of weights by rank; ``weights``: the current ones.
+    """
 
     engine: str
     epoch: int
@@ -83,6 +85,8 @@ class EngineSessions:
     workers: dict[int, Session] = field(default_factory=dict)
     info: EngineInfo | None = None
     shards: tuple[tuple[ShardRange, ...], ...] = ()
+    weights: tuple[str, ...] = ()
+    derive: Callable[[tuple[str, ...]], tuple[str, str]] | None = None
     canonical: str = ""
     open: bool = False
     ending: bool = False
@@ -360,15 +364,14 @@ class Sessions:
         groups = slot_layouts([hello.shard_bytes for hello in hellos], scheduler.shard_writers)
         _check_shared_shards(hellos, scheduler.shard_writers)
         engine.shards = tuple(zip(*(group.ranges for group in groups), strict=True))
-        namespace, engine.canonical = self._derive(
-            scheduler.identity,
-            tuple(hello.codec for hello in hellos),
-            tuple(hello.weights for hello in hellos),
-            tuple(
-                tuple((shard.offset, shard.size_bytes) for shard in of_rank)
-                for of_rank in engine.shards
-            ),
+        codecs = tuple(hello.codec for hello in hellos)
+        shards = tuple(
+            tuple((shard.offset, shard.size_bytes) for shard in of_rank)
+            for of_rank in engine.shards
         )
+        engine.derive = lambda weights: self._derive(scheduler.identity, codecs, weights, shards)
+        engine.weights = tuple(hello.weights for hello in hellos)
+        namespace, engine.canonical = engine.derive(engine.weights)
         persistent = not any(hello.ephemeral_reason for hello in (scheduler, *hellos))
         if not persistent:
             # What the identity does not cover can differ at the next start, even with the same

@@ -19,7 +19,7 @@ import msgspec
 
 from kvtier import __version__
 
-PROTOCOL = f"{__version__}/7"
+PROTOCOL = f"{__version__}/8"
 SOCKET_NAME = "tierd.sock"
 POOL_NAME = "pool"
 GENERATIONS_NAME = "generations"
@@ -172,9 +172,17 @@ class EvictionAck(Message, frozen=True, kw_only=True):
     token: int
 
 
-class ResetCache(Message, frozen=True, kw_only=True):
-    """Scheduler: the weights changed. Continue in a random namespace of this process, without
-    persistent tiers."""
+class Identify(Message, frozen=True, kw_only=True):
+    """Scheduler: at identity ``number`` the ranks have these ``weights`` (fingerprints). Answered
+    by ``Ready`` for the namespace that they belong to.
+
+    With an ``ephemeral_reason`` they are unknown: tierd draws a namespace at random, without
+    persistent tiers. Open reservations are cancelled.
+    """
+
+    number: int
+    weights: tuple[str, ...]
+    ephemeral_reason: str = ""
 
 
 class Resync(Message, frozen=True, kw_only=True):
@@ -207,11 +215,15 @@ class SessionRefused(Message, frozen=True, kw_only=True):
 class Ready(Message, frozen=True, kw_only=True):
     """The engine's namespace is open: scheduler and all workers are there and agree. ``slot_bytes``
     per group. ``shards``, to a worker: (offset in the slot, size, whether this rank writes it) of
-    its shard of each group."""
+    its shard of each group. ``weights``: the fingerprints by rank that the namespace belongs to;
+    empty ones are unknown. ``identity``: the number of the ``Identify`` that this answers, else 0.
+    """
 
     namespace: str
     slot_bytes: tuple[int, ...]
     persistent: bool
+    weights: tuple[str, ...] = ()
+    identity: int = 0
     shards: tuple[tuple[int, int, bool], ...] = ()
 
 
@@ -281,7 +293,7 @@ FromEngine = (
     | Load
     | LoadReleased
     | EvictionAck
-    | ResetCache
+    | Identify
     | Resync
 )
 FromDaemon = (

@@ -22,11 +22,9 @@ from kvtier_operator.api.settings import RolloutStrategy
 NOT_ENFORCED: Final[dict[str, str]] = {
     "spec.monitoring.podMonitor": "no PodMonitor is created; enable the chart's monitors instead",
     "spec.tiers[].lookupTimeoutMilliseconds": "loadTimeoutSeconds includes the time of lookups",
-    "spec.tiers[].lmcache": "KVTier's connector has no LMCache tiers; engines run without it",
 }
 """By path, what this version does instead. An entry for an object covers the fields in it."""
 BY_CONNECTOR: Final[dict[str, frozenset[Connector]]] = {
-    "spec.tiers[].lmcache": frozenset({Connector.OFFLOADING, Connector.LMCACHE}),
     "spec.tiers[].lookupTimeoutMilliseconds": frozenset({Connector.LMCACHE}),
 }
 """Connectors that implement a listed field, or that reject it themselves."""
@@ -48,7 +46,8 @@ def is_listed(pattern: str) -> bool:
 
 def not_enforced(policy: KVTierPolicy, may_restart: bool) -> list[str]:
     """One message for each field that the policy sets and that has no effect:
-    ``spec.tiers[1].lmcache: ...``. ``may_restart``: whether the operator may restart workloads.
+    ``spec.monitoring.podMonitor: ...``. ``may_restart``: whether the operator may restart
+    workloads.
     """
     connector = policy.spec.engine.connector
     restarts = policy.spec.rollout.strategy is RolloutStrategy.RESTART_WORKLOADS

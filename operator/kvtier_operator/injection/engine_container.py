@@ -9,6 +9,7 @@ from enum import IntEnum
 from fractions import Fraction
 
 from kvtier_operator.api.conditions import SkipReason
+from kvtier_operator.api.engine import EngineType
 from kvtier_operator.api.names import INJECTED_NAMES, MIRROR_ANNOTATION
 from kvtier_operator.api.pods import Container, Pod
 from kvtier_operator.api.policy import KVTierPolicy
@@ -152,11 +153,13 @@ def engine_container(policy: KVTierPolicy, pod: Pod) -> EngineContainer | Skippe
     if named is not None:
         for index, each in containers:
             if each.name == named:
-                return _named_container(index, each)
+                return _named_container(policy.spec.engine.type, index, each)
         return _no_engine(
             f"no container is named {named} (spec.engine.containerName); the pod has "
             f"{_names(containers)}"
         )
+    if policy.spec.engine.type is EngineType.ATOM:
+        return _atom_container(containers)
     found: list[tuple[tuple[bool, int], int, Container]] = []
     for index, each in containers:
         strength = evidence(each)
@@ -199,11 +202,35 @@ def evidence(container: Container) -> Evidence | None:
     return None
 
 
-def _named_container(index: int, container: Container) -> EngineContainer | Skipped:
-    """The container that the policy names, unless its command is known to be no vLLM."""
+def _atom_container(containers: Sequence[tuple[int, Container]]) -> EngineContainer | Skipped:
+    """The only container whose command, or else image, is that of ATOM."""
+    by_command = [
+        (index, each)
+        for index, each in containers
+        if Program.ATOM in parse_command_line(each).programs
+    ]
+    by_image = [
+        (index, each) for index, each in containers if program_of_image(each.image) is Program.ATOM
+    ]
+    for found in (by_command, by_image):
+        if len(found) == 1:
+            index, container = found[0]
+            return _unsupported_device(container) or EngineContainer(index, container.name)
+    return _no_engine(
+        f"not exactly one of the containers {_names(containers)} is identified as ATOM's server "
+        "(its command or image); set spec.engine.containerName"
+    )
+
+
+def _named_container(
+    engine_type: EngineType, index: int, container: Container
+) -> EngineContainer | Skipped:
+    """The container that the policy names, unless its command is known to be another engine."""
     programs = parse_command_line(container).programs
-    if programs and not any(program in NAMED_PROGRAMS for program in programs):
-        return _other_program(container, programs[0])
+    is_atom = engine_type is EngineType.ATOM
+    accepted = frozenset({Program.ATOM}) if is_atom else NAMED_PROGRAMS
+    if programs and not any(program in accepted for program in programs):
+        return _other_program(container, programs[0], "ATOM" if is_atom else "vLLM")
     return _unsupported_device(container) or EngineContainer(index, container.name)
 
 
@@ -225,11 +252,11 @@ def _nothing_found(containers: Sequence[tuple[int, Container]]) -> Skipped:
     )
 
 
-def _other_program(container: Container, program: Program) -> Skipped:
+def _other_program(container: Container, program: Program, served: str = "vLLM") -> Skipped:
     return Skipped(
         SkipReason.UNSUPPORTED_ENGINE,
-        f"container {container.name} runs {program}, and tiers serve vLLM's server; exclude such "
-        "pods in spec.podSelector",
+        f"container {container.name} runs {program}, and tiers serve {served}'s server; exclude "
+        "such pods in spec.podSelector",
     )
 
 

@@ -23,7 +23,7 @@ from kvtier.config.models import Daemon
 from kvtier.errors import ConfigurationError
 from kvtier_operator.api import names
 from kvtier_operator.api.conditions import SkipReason
-from kvtier_operator.api.engine import Connector, Delivery, EngineType
+from kvtier_operator.api.engine import Connector, Delivery
 from kvtier_operator.api.pods import Pod, decode_pod
 from kvtier_operator.api.policy import KVTierPolicy
 from kvtier_operator.api.settings import AttachMode
@@ -53,6 +53,7 @@ from kvtier_operator.render.documents import (
     POD_TOPOLOGY_DIRECTORY,
     content_hash,
 )
+from kvtier_operator.render.engine import payload_path
 from kvtier_operator.settings import Settings
 
 RANKS_VARIABLE = "KVTIER_LOCAL_RANKS"
@@ -178,10 +179,6 @@ def _skip_by_pod_or_policy(
     if context.policy_errors:
         errors = "; ".join(list(context.policy_errors)[:MAX_SENTENCES])
         return Skipped(SkipReason.NOT_ACCEPTED, f"the policy is invalid: {errors}")
-    engine_type = policy.spec.engine.type
-    if engine_type is not EngineType.VLLM:
-        message = f"spec.engine.type is {engine_type.value}; this version supports VLLM"
-        return Skipped(SkipReason.UNSUPPORTED_ENGINE, message)
     impossible = connectors.policy_errors(policy)
     if impossible:
         return Skipped(SkipReason.NOT_ACCEPTED, f"the policy is invalid: {impossible[0]}")
@@ -356,7 +353,9 @@ def _patch_engine(
     if skipped is not None:
         return skipped
     engine = policy.spec.engine
-    payload = None if engine.delivery is Delivery.IMAGE else names.PAYLOAD_DIRECTORY
+    payload = None
+    if engine.delivery is not Delivery.IMAGE:
+        payload = payload_path(names.PAYLOAD_DIRECTORY, engine.type)
     wanted = environment.EngineEnvironment(payload, engine.python_path, engine.hash_seed, variables)
     draft.engine["env"], notes = environment.patch_environment(draft.engine, wanted)
     draft.notes += notes

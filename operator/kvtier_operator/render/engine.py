@@ -13,6 +13,9 @@ from kvtier_operator.api.policy import KVTierPolicy
 
 CONNECTOR_CLASS = "KVTierConnector"
 CONNECTOR_MODULE = "kvtier.engines.vllm.connector"
+ATOM_CONNECTOR = "kvtier"
+ATOM_PAYLOAD = "kvtier-atom"
+"""Directory of the payload with the module that registers the connector with ATOM."""
 PLUGIN_NAME = "kvtier"
 """Name of the entry point in ``vllm.general_plugins``. ``VLLM_PLUGINS``, if set, lists the plugins
 that run."""
@@ -32,12 +35,31 @@ def transfer_config(topology_directory: str) -> dict[str, Any]:
     }
 
 
-def arguments(topology_directory: str) -> list[str]:
-    """Command-line arguments of vLLM."""
-    return [
-        "--kv-transfer-config",
-        json.dumps(transfer_config(topology_directory), separators=(",", ":")),
-    ]
+def atom_transfer_config(topology_directory: str) -> dict[str, Any]:
+    """The KV transfer configuration of ATOM, which knows the connector once the payload's
+    ``sitecustomize`` has run.
+    """
+    return {
+        "kv_connector": ATOM_CONNECTOR,
+        "kv_role": "offload",
+        "topology": topology_directory,
+    }
+
+
+def arguments(topology_directory: str, engine_type: EngineType = EngineType.VLLM) -> list[str]:
+    """Command-line arguments of the engine. Both engines have the same option."""
+    is_atom = engine_type is EngineType.ATOM
+    config = (atom_transfer_config if is_atom else transfer_config)(topology_directory)
+    return ["--kv-transfer-config", json.dumps(config, separators=(",", ":"))]
+
+
+def payload_path(payload_directory: str, engine_type: EngineType) -> str:
+    """What the payload adds to ``PYTHONPATH``. ATOM has no plugins, so Python itself has to import
+    the module that registers the connector.
+    """
+    if engine_type is not EngineType.ATOM:
+        return payload_directory
+    return f"{payload_directory}/{ATOM_PAYLOAD}:{payload_directory}"
 
 
 def environment(
@@ -53,24 +75,33 @@ def environment(
     """
     return {
         "KVTIER_TOPOLOGY": topology_directory,
-        **attaching_variables(structural.hash_seed, payload_directory, inherited or {}),
+        **attaching_variables(
+            structural.hash_seed,
+            payload_directory,
+            inherited or {},
+            EngineType(structural.engine_type),
+        ),
     }
 
 
 def attaching_variables(
-    hash_seed: str, payload_directory: str | None, given: Mapping[str, str]
+    hash_seed: str,
+    payload_directory: str | None,
+    given: Mapping[str, str],
+    engine_type: EngineType = EngineType.VLLM,
 ) -> dict[str, str]:
     """The variables that all connectors need: KVTier's plugin is found and may run, and block
     hashes are equal in all processes.
     """
     variables = {}
     if payload_directory is not None:
+        added = payload_path(payload_directory, engine_type)
         others = [
             part
             for part in given.get("PYTHONPATH", "").split(":")
-            if part and part != payload_directory
+            if part and part not in added.split(":")
         ]
-        variables["PYTHONPATH"] = ":".join([payload_directory, *others])
+        variables["PYTHONPATH"] = ":".join([added, *others])
     variables["PYTHONHASHSEED"] = given.get("PYTHONHASHSEED") or hash_seed
     if "VLLM_PLUGINS" in given:
         allowed = [name for name in given["VLLM_PLUGINS"].split(",") if name]
@@ -100,10 +131,4 @@ def check(policy: KVTierPolicy) -> None:
             "spec.engine.connector",
             engine.connector.value,
             "must be KVTier, the connector that this version renders",
-        )
-    if engine.type is not EngineType.VLLM:
-        raise ConfigurationError(
-            "spec.engine.type",
-            engine.type.value,
-            "must be VLLM, the engine that this version renders",
         )

@@ -166,7 +166,30 @@ def test_pods_of_policies_without_injection_or_for_another_engine_are_skipped() 
     by_hand = pod_objects.policy(attach={"mode": "ConfigMapOnly"})
     assert skipped(pod_objects.pod(), by_hand).reason is SkipReason.DISABLED
     atom = pod_objects.policy(engine={"type": "ATOM"})
-    assert skipped(pod_objects.pod(), atom).reason is SkipReason.UNSUPPORTED_ENGINE
+    unnamed = skipped(pod_objects.pod(), atom)
+    assert unnamed.reason is SkipReason.NO_ENGINE_CONTAINER
+    assert "spec.engine.containerName" in unnamed.message
+    lmcache = pod_objects.policy(engine={"type": "ATOM", "connector": "LMCache"})
+    assert skipped(pod_objects.pod(), lmcache).reason is SkipReason.NOT_ACCEPTED
+
+
+@pytest.mark.parametrize("extra", [{}, {"containerName": "vllm"}], ids=["found", "named"])
+def test_an_atom_container_gets_the_registering_module_first(extra: dict[str, str]) -> None:
+    pod = pod_objects.pod()
+    name = pod["spec"]["containers"][0]["name"]
+    pod["spec"]["containers"][0]["command"] = ["python", "-m", "atom.entrypoints.openai_server"]
+    pod["spec"]["containers"][0]["args"] = ["--model", "/model"]
+    vllm = pod_objects.pod()
+    other = pod_objects.policy(engine={"type": "ATOM", "containerName": name})
+    vllm["spec"]["containers"][0]["command"] = ["vllm", "serve", "/model"]
+    assert skipped(vllm, other).reason is SkipReason.UNSUPPORTED_ENGINE
+    decision = decide(pod, pod_objects.policy(engine={"type": "ATOM", **extra}))
+    assert not isinstance(decision, Skipped)
+    engine = next(each for each in decision.pod["spec"]["containers"] if each["name"] == name)
+    paths = {each["name"]: each.get("value", "") for each in engine["env"]}
+    first, second = paths["PYTHONPATH"].split(":")[:2]
+    assert first == f"{second}/kvtier-atom"
+    assert paths["KVTIER_TOPOLOGY"]
 
 
 def test_a_structure_that_is_too_long_for_an_annotation_is_skipped() -> None:

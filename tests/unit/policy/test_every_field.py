@@ -103,8 +103,6 @@ UNREAD = {"lookup_timeout_milliseconds", "schema_version", "local_ranks", "hash_
 """Values of the documents that engine and tierd do not read. The operator puts the last two into
 the engine's environment.
 """
-NOT_SERVED = {"LMCacheTierDocument"}
-"""Documents of tiers that tierd does not serve: the whole kind is listed in ``NOT_ENFORCED``."""
 
 
 def _leaves() -> list[tuple[str, FieldDocument]]:
@@ -351,9 +349,7 @@ def test_engine_and_tierd_read_every_value_of_the_documents() -> None:
     kinds = [
         each
         for each in vars(models).values()
-        if isinstance(each, type)
-        and issubclass(each, models.Document)
-        and each.__name__ not in NOT_SERVED
+        if isinstance(each, type) and issubclass(each, models.Document)
     ]
     read = _attributes_read()
     fields = {name for kind in kinds for _, name in _documents(kind)}

@@ -451,7 +451,8 @@ class TestPayload:
             answer = kvtier("payload", tmp_path, "--json").json
         assert answer["directory"] == str(tmp_path)
         names = sorted(path.name for path in tmp_path.iterdir())
-        assert names == ["kvtier", f"kvtier-{answer['version']}.dist-info", "mine.txt"]
+        metadata = f"kvtier-{answer['version']}.dist-info"
+        assert names == ["kvtier", metadata, "kvtier-atom", "mine.txt"]
         assert not (tmp_path / "kvtier" / "gone.py").exists()
         assert not list(tmp_path.rglob("__pycache__"))
 

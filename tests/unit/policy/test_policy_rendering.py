@@ -15,8 +15,9 @@ from kvtier.config.loader import load
 from kvtier.config.models import Daemon, FileSystemTierDocument, HttpEndpoint, LiveTier
 from kvtier.errors import ConfigurationError
 from kvtier_operator.api.documents import load_policy
+from kvtier_operator.api.engine import EngineType
 from kvtier_operator.api.policy import KVTierPolicy
-from kvtier_operator.render import documents, engine, volumes
+from kvtier_operator.render import connectors, documents, engine, volumes
 from kvtier_operator.render.documents import (
     content_hash,
     live,
@@ -352,12 +353,39 @@ class TestEngine:
         assert engine.conflicts(document, {"PYTHONHASHSEED": "0"}) == []
         assert "7" in engine.conflicts(document, {"PYTHONHASHSEED": "7"})[0]
 
-    @pytest.mark.parametrize(
-        "changes", [{"spec.engine.connector": "LMCache"}, {"spec.engine.type": "ATOM"}]
-    )
-    def test_a_policy_that_cannot_be_rendered_is_rejected(self, changes: dict[str, Any]) -> None:
+    def test_a_policy_that_cannot_be_rendered_is_rejected(self) -> None:
         with pytest.raises(ConfigurationError, match=r"spec\.engine"):
-            engine.check(_policy(changes))
+            engine.check(_policy({"spec.engine.connector": "LMCache"}))
+
+    def test_atom_gets_the_module_that_registers_the_connector(self) -> None:
+        policy = _policy({"spec.engine.type": "ATOM"})
+        engine.check(policy)
+        document = structural(policy, pod_placement(policy))
+        assert document.engine_type == "ATOM"
+        variables = engine.environment(document, "/topology", "/payload", {"PYTHONPATH": "/own"})
+        assert variables["KVTIER_TOPOLOGY"] == "/topology"
+        assert variables["PYTHONPATH"] == "/payload/kvtier-atom:/payload:/own"
+        again = engine.environment(document, "/topology", "/payload", variables)
+        assert again["PYTHONPATH"] == variables["PYTHONPATH"]
+        option, value = engine.arguments("/topology", EngineType.ATOM)
+        assert option == "--kv-transfer-config"
+        assert json.loads(value) == {
+            "kv_connector": "kvtier",
+            "kv_role": "offload",
+            "topology": "/topology",
+        }
+
+    @pytest.mark.parametrize(
+        ("changes", "field"),
+        [
+            ({"spec.engine.connector": "LMCache"}, "spec.engine.connector"),
+            ({"spec.engine.connector": "Offloading"}, "spec.engine.connector"),
+            ({"spec.engine.delivery": "Image"}, "spec.engine.delivery"),
+        ],
+    )
+    def test_what_atom_does_not_have_is_invalid(self, changes: dict[str, Any], field: str) -> None:
+        errors = connectors.policy_errors(_policy({"spec.engine.type": "ATOM", **changes}))
+        assert [error.message.split(":")[0] for error in errors] == [field]
 
 
 class TestKubernetes:

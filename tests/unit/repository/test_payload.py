@@ -107,6 +107,7 @@ def test_the_payload_holds_exactly_the_modules_that_an_engine_imports(
         print(f" payload: {size / 1024:.0f} KiB", end="")
     assert {path.name for path in written.iterdir()} == {
         "kvtier",
+        "kvtier-atom",
         f"kvtier-{kvtier.__version__}.dist-info",
     }
     assert top_level(written) == MODULES

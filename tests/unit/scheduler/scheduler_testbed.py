@@ -103,6 +103,8 @@ class FakeClient:
         self.closed = False
         self.sent: list[Message] = []
         self._sequence = 0
+        self.weights: tuple[str, ...] = ("w",)
+        """Fingerprints that tierd derives the next namespace from."""
 
     def start(self) -> None:
         """Nothing attaches by itself."""
@@ -138,8 +140,16 @@ class FakeClient:
             )
         )
 
-    def ready(self, namespace: str = "a" * 32, snapshot: bool = True) -> None:
-        self.sink(Ready(namespace=namespace, slot_bytes=(SLOT_BYTES,), persistent=True))
+    def ready(self, namespace: str = "a" * 32, snapshot: bool = True, identity: int = 0) -> None:
+        self.sink(
+            Ready(
+                namespace=namespace,
+                slot_bytes=(SLOT_BYTES,),
+                persistent=not identity,
+                weights=self.weights,
+                identity=identity,
+            )
+        )
         if snapshot:
             self.delta(snapshot=True)
 
@@ -236,6 +246,14 @@ class FakePool:
     def __init__(self, count: int = 4096) -> None:
         self.blocks = [SimpleNamespace(block_id=number, ref_cnt=0) for number in range(count)]
         self.freed: list[int] = []
+        self.cached_block_hash_to_block: object = object()
+
+    def reset_prefix_cache(self) -> bool:
+        """As vLLM: refused while a block is referenced; else the map is replaced."""
+        if self.referenced():
+            return False
+        self.cached_block_hash_to_block = object()
+        return True
 
     def touch(self, blocks: Sequence[Any]) -> None:
         for block in blocks:
@@ -289,6 +307,9 @@ class SchedulerTestbed:
             adapters=adapters,
             clock=lambda: self.now,
         )
+        self.built = StepMetadata()
+        self.weights = ("w",) * ranks
+        self.unknown_weights = ""
         self.scheduler.bind_gpu_block_pool(self.pool)
         self.scheduler.start()
         self.client = self.clients[0]
@@ -376,6 +397,7 @@ class SchedulerTestbed:
                 )
             )
         metadata = self.scheduler.build_connector_meta(output)  # type: ignore[arg-type]
+        self.built = metadata
         for request_id, count in scheduled.items():
             self.requests[request_id].num_computed_tokens += count
         return metadata
@@ -394,7 +416,16 @@ class SchedulerTestbed:
                 loads=list(loads),
                 stores_done=done or {},
                 attached_epoch=self.client.epoch if epoch is None else epoch,
+                identity=self.built.identity,
+                weights=self.fingerprints() if self.built.report_weights else (),
             )
+        )
+
+    def fingerprints(self) -> tuple[tuple[int, str, str], ...]:
+        """What the ranks report: the weights that the engine has."""
+        unknown = self.unknown_weights
+        return tuple(
+            (rank, "" if unknown else text, unknown) for rank, text in enumerate(self.weights)
         )
 
     def run(self, scheduled: dict[str, int] | None = None) -> StepMetadata:

@@ -37,13 +37,13 @@ from kvtier.tierd.wire import (
     Deliver,
     Delta,
     Hello,
+    Identify,
     LiveSettings,
     Message,
     Promote,
     Promoted,
     Ready,
     Reserve,
-    ResetCache,
     Resync,
     SessionRefused,
     Welcome,
@@ -159,7 +159,16 @@ def test_a_stored_object_is_announced_and_a_reset_hides_it(
     scheduler.send(Resync())
     again = scheduler.receive(Delta)
     assert again == Delta(sequence=3, added=delta.added, snapshot=True)
-    scheduler.send(ResetCache())
+    for number, weights in enumerate((("other",), ready.weights), start=1):
+        scheduler.send(Identify(number=number, weights=weights))
+        again = scheduler.receive(Ready)
+        assert (again.weights, again.identity) == (weights, number)
+        assert again.persistent
+        assert (again.namespace == ready.namespace) == (weights == ready.weights)
+        delta = scheduler.receive(Delta)
+        held = [entry[0] for entry in delta.added]
+        assert (delta.snapshot, held) == (True, [key] if weights == ready.weights else [])
+    scheduler.send(Identify(number=3, weights=(), ephemeral_reason="unknown"))
     again = scheduler.receive(Ready)
     assert again.namespace != ready.namespace
     assert not again.persistent

@@ -24,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvtier.config.loader import load_for_engine
-from kvtier.engines.vllm import early_start
+from kvtier.engines.vllm import early_start, engine_signals
 from kvtier.engines.vllm.config import engine_name, planner_for, use_vllm_log_handlers
 from kvtier.engines.vllm.counters import off_reason
 from kvtier.engines.vllm.identity import IdentityBuilder
@@ -140,6 +140,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         scheduler = KVTierConnectorScheduler(session, planner)
         self._supervisor = early_start.take(directory, topology)
         self._supervisor.ensure()
+        engine_signals.listen(scheduler)
         scheduler.start()
         self._scheduler = scheduler
         logger.info(
@@ -178,11 +179,37 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             self._guarded("register_kv_caches", None, worker.register_kv_caches, kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Does nothing, because no block is reused while a copy still accesses it.
+        """Voids stores whose blocks a reset of the prefix cache took from them.
 
-        The scheduler side references the blocks that a store reads. A request that waits for its
-        load cannot be preempted. Aborted loads arrive as ``cancelled_loads``.
+        Otherwise no block is reused while a copy still accesses it: the scheduler side references
+        the blocks that a store reads, and a request that waits for its load cannot be preempted.
         """
+        self._begin_step(kv_connector_metadata)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Before each step's kernels. vLLM 0.24 calls ``handle_preemptions`` in some steps only."""
+        super().bind_connector_metadata(connector_metadata)
+        self._begin_step(connector_metadata)
+
+    def _begin_step(self, metadata: KVConnectorMetadata) -> None:
+        worker = self._worker
+        if worker is not None:
+            self._guarded("begin_step", None, worker.begin_step, metadata)
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: object) -> bool:
+        """0.33: whether the engine may sleep."""
+        return True
+
+    def unregister_kv_caches(self) -> None:
+        """0.33: the memory of the KV cache is about to be released."""
+        if self._worker is not None:
+            self._guarded("unregister_kv_caches", None, self._worker.suspend_copies)
+
+    def restore_kv_caches(self) -> None:
+        """0.33: the memory of the KV cache is there again."""
+        if self._worker is not None:
+            self._guarded("restore_kv_caches", None, self._worker.resume_copies)
 
     def start_load_kv(self, forward_context: object, **kwargs: Any) -> None:
         worker, metadata = self._worker, self._connector_metadata

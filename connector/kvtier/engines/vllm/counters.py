@@ -45,8 +45,8 @@ COUNTERS = (
         "Loads that failed completely or in part, by reason.",
         "reason",
         (
-            "address", "cancelled", "closing", "copy", "duplicate", "epoch", "gone", "limit",
-            "lost", "off", "partial", "unknown_report",
+            "address", "asleep", "cancelled", "closing", "copy", "duplicate", "epoch", "gone",
+            "identity", "limit", "lost", "off", "partial", "unknown_report",
         ),
     ),
     Metric(
@@ -64,7 +64,8 @@ COUNTERS = (
         "reason",
         (
             "blocks_gone", "in_flight_blocks", "lost", "no_block_pool", "no_credit", "not_attached",
-            "off", "replica_incomplete", "reset", "unknown_report", "worker_not_attached",
+            "off", "replica_incomplete", "reset", "unknown_report", "weights_stale",
+            "weights_unknown", "worker_not_attached",
         ),
     ),
     Metric("loaded_bytes", "Bytes copied from the memory tier to GPU memory."),
@@ -77,8 +78,8 @@ COUNTERS = (
             "bad_addresses", "copy_errors", "duplicate_loads", "duplicate_requests",
             "duplicate_stores", "loads_failed", "loads_partial", "lost", "off", "pool_failures",
             "refused", "shards_refused", "slots_reused", "stores_aborted", "stores_dropped",
-            "stores_stale", "thread_failures",
-            "unknown_cancels", "unsent_dropped",
+            "stores_stale", "stores_voided", "thread_failures", "unknown_cancels",
+            "unsent_dropped", "weights_hashed",
         ),
     ),
     Metric(
@@ -86,11 +87,14 @@ COUNTERS = (
         "Unexpected errors in connector hooks. The first one turns KVTier off for the engine.",
         "hook",
         (
-            "build_connector_meta", "build_connector_worker_meta", "get_block_ids_with_load_errors",
-            "get_external_cache_hit_sources", "get_finished", "get_kv_connector_stats",
-            "get_num_new_matched_tokens", "get_transfer_results", "has_pending_push_work",
-            "register_kv_caches", "request_finished", "reset_cache", "shutdown", "start_load_kv",
-            "update_connector_output", "update_state_after_alloc", "wait_for_save",
+            "begin_step", "build_connector_meta", "build_connector_worker_meta",
+            "get_block_ids_with_load_errors", "get_external_cache_hit_sources", "get_finished",
+            "get_kv_connector_stats", "get_num_new_matched_tokens", "get_transfer_results",
+            "has_pending_push_work",
+            "register_kv_caches", "request_finished", "reset_cache", "restore_kv_caches",
+            "shutdown", "start_load_kv",
+            "unregister_kv_caches", "update_connector_output", "update_state_after_alloc",
+            "wait_for_save",
         ),
     ),
     Metric(

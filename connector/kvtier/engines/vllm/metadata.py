@@ -71,6 +71,13 @@ class StepMetadata(KVConnectorMetadata):
     stores: list[StoreJob] = field(default_factory=list)
     cancelled_loads: list[int] = field(default_factory=list)
     """Loads of aborted requests: submit no further copy, drain, and report."""
+    identity: int = 0
+    """The identity number. A worker that does not know it yet fails its loads, drops its stores and
+    takes the fingerprint of its weights, before the step's kernels."""
+    report_weights: bool = False
+    """Whether the report of this step shall contain the fingerprint."""
+    voided_stores: tuple[int, ...] = ()
+    """Stores whose source blocks are not referenced any longer: they are not delivered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +111,10 @@ class WorkerReport(KVConnectorWorkerMetadata):
     stores_done: dict[int, int] = field(default_factory=dict)
     attached_epoch: int = 0
     """The tierd epoch that every rank is attached to; 0 if they differ: nothing is copied."""
+    identity: int = 0
+    """The identity number of ``weights``."""
+    weights: tuple[tuple[int, str, str], ...] = ()
+    """(rank, fingerprint of its weights, why that is unknown), where it was requested."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Combines the reports of two ranks for the same step."""
@@ -120,4 +131,6 @@ class WorkerReport(KVConnectorWorkerMetadata):
             attached_epoch=self.attached_epoch
             if self.attached_epoch == other.attached_epoch
             else 0,
+            identity=min(self.identity, other.identity),
+            weights=self.weights + other.weights if self.identity == other.identity else (),
         )

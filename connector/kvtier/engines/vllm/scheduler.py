@@ -14,6 +14,7 @@ arrives, so only the workers' reports say what was executed.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections import deque
@@ -29,6 +30,7 @@ from kvtier.engines.vllm.request_state import GROUP, RequestState
 from kvtier.engines.vllm.scheduler_loads import LoadCounts, SchedulerLoads
 from kvtier.engines.vllm.scheduler_stores import BlockPool, SchedulerStores
 from kvtier.engines.vllm.tierd_session import TierdSession
+from kvtier.engines.vllm.weights_state import WeightsState
 from kvtier.planner import Planner
 from kvtier.tierd.wire import Heartbeat, Promoted
 
@@ -68,6 +70,7 @@ class KVTierConnectorScheduler:
         self.loads = SchedulerLoads(planner, session, self.prefill, clock)
         self.stores = SchedulerStores(planner, session, clock)
         self._planner = planner
+        self.weights = WeightsState(planner.ranks, clock)
         self._adapters = adapters or AdapterDigests()
         self._states: dict[str, RequestState] = {}
         self._steps: deque[_BuiltStep] = deque()
@@ -84,8 +87,26 @@ class KVTierConnectorScheduler:
         self.session.close(CLOSE_SECONDS)
 
     def bind_gpu_block_pool(self, pool: BlockPool) -> None:
-        """Takes vLLM's block pool, in which the source blocks of stores are referenced."""
+        """Takes vLLM's block pool, in which the source blocks of stores are referenced.
+
+        Its ``reset_prefix_cache`` is wrapped: vLLM asks the pool before it calls the connector, and
+        a pool with referenced blocks cannot be reset.
+        """
         self.stores.pool = pool
+        self.weights.watch(pool)
+        original = getattr(pool, "reset_prefix_cache", None)
+        if original is None:
+            return
+
+        @functools.wraps(original)
+        def reset_prefix_cache() -> bool:
+            try:
+                self.stores.give_back_blocks()
+            except Exception as error:  # the reset is vLLM's and goes on in any case
+                logger.exception("KVTier: cannot give back blocks: %s", error)
+            return bool(original())
+
+        pool.reset_prefix_cache = reset_prefix_cache  # type: ignore[attr-defined]
 
     def _process_messages(self) -> None:
         for event in self.session.drain():
@@ -101,8 +122,7 @@ class KVTierConnectorScheduler:
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """vLLM calls this in every step until the request is admitted, and after a preemption."""
-        if self.session.inbox:
-            self._process_messages()
+        self._begin_hook()
         state = self._state(request)
         if state.scheduled:
             state.drop_blocks()
@@ -112,6 +132,10 @@ class KVTierConnectorScheduler:
         ):
             self.loads.cancel_promotion(state)
             return 0, False
+        if not self.weights.usable:
+            # The step that the workers take the fingerprint in comes next.
+            waits = self.weights.worth_waiting and self.session.ready is not None
+            return (None if waits else 0), False
         tokens = self.loads.match(state, num_computed_tokens)
         return tokens, bool(tokens)
 
@@ -152,8 +176,7 @@ class KVTierConnectorScheduler:
 
     def build_connector_meta(self, output: SchedulerOutput) -> StepMetadata:
         """Plans stores of executed chunks and returns the workers' jobs for this step."""
-        if self.session.inbox:
-            self._process_messages()
+        self._begin_hook()
         self._step += 1
         self.stores.begin_step()
         for request_id in output.preempted_req_ids or ():
@@ -194,7 +217,15 @@ class KVTierConnectorScheduler:
         stores = self.stores.take_jobs()
         # Nothing after this line may raise: vLLM waits for a report of every load that was taken.
         loads, cancelled = self.loads.take_jobs()
-        return StepMetadata(step=self._step, loads=loads, stores=stores, cancelled_loads=cancelled)
+        return StepMetadata(
+            step=self._step,
+            loads=loads,
+            stores=stores,
+            cancelled_loads=cancelled,
+            identity=self.weights.number,
+            report_weights=self.weights.report_needed,
+            voided_stores=self.stores.take_voided(),
+        )
 
     def build_load_meta(self) -> StepMetadata:
         """Returns only the loads that vLLM waits for, once KVTier is off."""
@@ -203,7 +234,13 @@ class KVTierConnectorScheduler:
         self.prefill.clear()
         self.stores.turn_off()
         loads, cancelled = self.loads.take_jobs()
-        return StepMetadata(step=self._step, loads=loads, cancelled_loads=cancelled)
+        return StepMetadata(
+            step=self._step,
+            loads=loads,
+            cancelled_loads=cancelled,
+            identity=self.weights.number,
+            voided_stores=self.stores.take_voided(),
+        )
 
     def _storable_chunks(self, state: RequestState) -> int:
         request, planner = state.request, self._planner
@@ -243,8 +280,8 @@ class KVTierConnectorScheduler:
         """Takes the workers' aggregated report of a step."""
         if not isinstance(report, WorkerReport):
             return
-        if self.session.inbox:
-            self._process_messages()
+        self._begin_hook()
+        self._take_weights(report)
         self.stores.worker_epoch = report.attached_epoch
         self.prefill.step_executed(report.step)
         while self._steps and self._steps[0].number <= report.step:
@@ -271,8 +308,7 @@ class KVTierConnectorScheduler:
         self, request: Request, block_ids: Sequence[Sequence[int]], store: bool = True
     ) -> None:
         """Plans the last stores of a request; its blocks are valid during this call only."""
-        if self.session.inbox:
-            self._process_messages()
+        self._begin_hook()
         state = self._states.pop(str(request.request_id), None)
         if state is None:
             return
@@ -291,23 +327,57 @@ class KVTierConnectorScheduler:
         self.stores.plan(state, table, self._storable_chunks(state), finished=True)
 
     def reset_cache(self) -> bool:
-        """Invalidates all objects of this engine, because the weights may have been replaced.
+        """vLLM resets the caches of connectors. Objects of the weights that the engine has now
+        stay valid."""
+        self._begin_hook()
+        self.stores.give_back_blocks()
+        self._weights_may_have_changed("the connector's cache was reset", reset=False)
+        return True
 
-        Running requests were computed, wholly or partly, with the old weights.
-        """
+    def on_engine_signal(self, name: str) -> None:
+        """The engine's thread is about to do something that can change weights."""
+        self._begin_hook()
+        self._weights_may_have_changed(name, reset=False)
+
+    def _begin_hook(self) -> None:
+        """Every hook begins with what has happened since the last one."""
+        if self.weights.was_reset():
+            self._weights_may_have_changed("the prefix cache was reset", reset=True)
         if self.session.inbox:
             self._process_messages()
+
+    def _weights_may_have_changed(self, cause: str, *, reset: bool) -> None:
+        """Stops loads and stores until the workers have taken the fingerprint again.
+
+        What requests have computed so far is never stored.
+        """
+        self.weights.rise(reset=reset)
+        logger.info("KVTier: identity %d: %s", self.weights.number, cause)
+        self.session.suspend()
         self.stores.reset()
         self.loads.reset()
         for state in self._states.values():
-            state.skip_reason = state.skip_reason or "reset"
-        self.session.reset()
-        return True
+            state.cached_match = None
+            if state.scheduled:
+                state.skip_reason = state.skip_reason or "reset"
+
+    def _take_weights(self, report: WorkerReport) -> None:
+        state = self.weights
+        if not state.take_report(report):
+            return
+        if state.stale:
+            self.session.suspend(stale=True)
+            return
+        self.session.identify(state.number, state.weights, state.reason)
+        logger.info(
+            "KVTier: identity %d: %s",
+            state.number,
+            f"the weights are unknown: {state.reason}" if state.reason else "the weights are known",
+        )
 
     def has_pending_work(self) -> bool:
         """Returns whether an engine without requests should keep stepping, so that copies end."""
-        if self.session.inbox:
-            self._process_messages()
+        self._begin_hook()
         return self.stores.has_pending_work() or self.loads.has_pending_work()
 
     def collect_stats(self, stats: KVTierStats) -> None:

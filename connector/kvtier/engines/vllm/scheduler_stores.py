@@ -60,6 +60,8 @@ class OpenStore:
     state: RequestState
     blocks: list[Any]
     ranks_left: int
+    voided: bool = False
+    """Its blocks were given back before the copy was seen done, so it is not delivered."""
 
 
 @dataclass(slots=True)
@@ -101,6 +103,8 @@ class SchedulerStores:
         self._keys: set[bytes] = set()
         """Keys that are planned, open or recently committed."""
         self._recently_committed: deque[tuple[float, bytes]] = deque()
+        self._voided: list[int] = []
+        """Reservations that the workers must not deliver; for the next step's metadata."""
         self._in_flight_chunks = 0
         self._progress_at = clock()
         self._visited_chunks = 0
@@ -156,6 +160,8 @@ class SchedulerStores:
         if self.pool is None:
             return "no_block_pool"
         session = self._session
+        if session.suspended:
+            return "weights_stale" if session.stale_weights else "weights_unknown"
         if not session.namespace_open:
             return "not_attached"
         if not session.replica_ready:
@@ -294,6 +300,8 @@ class SchedulerStores:
             if store.ranks_left > 0:
                 continue
             del self._open[reservation]
+            if store.voided:
+                continue
             self._release(store)
             self._recently_committed.append((now + RECENTLY_COMMITTED_SECONDS, store.key))
 
@@ -316,7 +324,7 @@ class SchedulerStores:
 
     def _forget_committed(self) -> None:
         self._recently_committed.clear()
-        self._keys = {store.key for store in self._open.values()}
+        self._keys = {store.key for store in self._open.values() if not store.voided}
 
     def on_session_lost(self) -> None:
         """Handles the loss of tierd, whose slots are lost as well.
@@ -329,11 +337,32 @@ class SchedulerStores:
         self.worker_epoch = None
 
     def reset(self) -> None:
-        """Drops planned stores after a cache reset. Their slots are still valid and are reused."""
+        """Drops planned stores, because the weights may have changed. Their slots are still valid
+        and are reused."""
         self._session.credits[GROUP].extend(store.job.slot for store in self._planned)
         self._drop_planned("reset")
         self._drop_all_held("reset")
         self._forget_committed()
+
+    def give_back_blocks(self) -> None:
+        """Drops all references to blocks, before vLLM resets its prefix cache.
+
+        vLLM cannot reset a cache with referenced blocks. Stores in flight are voided: the workers
+        do not deliver them. They learn it with the next step, before its kernels write blocks.
+        """
+        self.reset()
+        for reservation, store in self._open.items():
+            if not store.voided:
+                self._release(store)
+                store.voided = True
+                self._voided.append(reservation)
+                self.dropped["reset"] += 1
+        self._keys.clear()
+
+    def take_voided(self) -> tuple[int, ...]:
+        """Returns the reservations to void in the next step."""
+        voided, self._voided = self._voided, []
+        return tuple(voided)
 
     def turn_off(self) -> None:
         """Drops planned stores, because KVTier is off."""
@@ -349,4 +378,7 @@ class SchedulerStores:
         """Returns whether an engine without requests should keep stepping, so that stores end."""
         if self._planned or self._held:
             return True
-        return bool(self._open) and self._clock() - self._progress_at < PROGRESS_TIMEOUT_SECONDS
+        return (
+            bool(self._in_flight_chunks)
+            and self._clock() - self._progress_at < PROGRESS_TIMEOUT_SECONDS
+        )

@@ -33,11 +33,11 @@ from kvtier.tierd.wire import (
     EvictionNotice,
     Heartbeat,
     Hello,
+    Identify,
     LiveSettings,
     Message,
     Promoted,
     Ready,
-    ResetCache,
     Resync,
     SessionRefused,
     Usable,
@@ -45,7 +45,6 @@ from kvtier.tierd.wire import (
 )
 
 logger = logging.getLogger(__name__)
-RESET_REASON = "the engine's cache was reset, so its weights may have changed"
 
 
 class SchedulerClient(Protocol):
@@ -144,12 +143,13 @@ class TierdSession:
         self._refused_reason = ""
         self._snapshot_epoch = 0
         """Epoch whose snapshot has started to arrive; written by the I/O thread."""
-        self._ephemeral_reason = ""
-        """Why objects of this engine must not outlive it, beyond what its identity says."""
-        self._sent_ephemeral_reason = ""
-        """The same as of the last ``Hello``; written by the I/O thread."""
-        self._reset_unsent = False
-        self._reset_namespace = ""
+        self.suspended = False
+        """Whether the namespace is not used although it may be open."""
+        self.stale_weights = False
+        """Whether it is suspended until vLLM resets its prefix cache."""
+        self._identity_wanted: Identify | None = None
+        """The identity since the number rose for the first time; None: as in the handshakes."""
+        self._identify_unsent = False
         self._client = connect(
             Path(topology.structural.run_directory),
             self._hello,
@@ -170,7 +170,6 @@ class TierdSession:
 
     def _hello(self) -> Hello:
         identity, process, ranks = self._identity(), own_identity(), self._planner.ranks
-        self._sent_ephemeral_reason = self._ephemeral_reason
         return Hello(
             protocol=PROTOCOL,
             role="scheduler",
@@ -179,7 +178,7 @@ class TierdSession:
             pid_namespace=process.pid_namespace,
             process_start=process.start,
             identity=identity.text,
-            ephemeral_reason=self._sent_ephemeral_reason or identity.ephemeral_reason,
+            ephemeral_reason=identity.ephemeral_reason,
             ranks=ranks,
             shard_writers=self._planner.shard_writers,
             lock=hold_peer_lock(Path(self._structural.run_directory)),
@@ -217,13 +216,14 @@ class TierdSession:
 
         The replica may still be filling.
         """
-        return self.ready is not None and self._client.epoch == self.epoch
+        return self.ready is not None and not self.suspended and self._client.epoch == self.epoch
 
     @property
     def replica_ready(self) -> bool:
         """Whether the namespace is open and the replica is complete."""
         return (
             self.ready is not None
+            and not self.suspended
             and self._client.epoch == self.epoch == self._snapshot_epoch
             and not self.replica.stale
         )
@@ -252,6 +252,8 @@ class TierdSession:
     def drain(self) -> Iterator[Promoted | SessionLost]:
         """Applies the messages in the inbox; yields the events that loads and stores handle."""
         inbox = self.inbox
+        if self._identify_unsent:
+            self._send_identify()
         while inbox:
             message = inbox.popleft()
             if isinstance(message, Promoted):
@@ -271,23 +273,40 @@ class TierdSession:
                 self._on_lost()
                 yield message
 
-    def reset(self) -> None:
-        """Abandons the namespace, because the weights may have changed.
+    def suspend(self, stale: bool = False) -> None:
+        """Stops the use of the namespace until ``identify``: the weights may have changed.
 
-        Objects stored so far must not match, and later objects of this engine must not be
-        shared. If ``ResetCache`` cannot be sent, it is sent before anything else later. tierd still
-        honors open promotions and credits.
+        ``stale``: they did, and vLLM's own blocks belong to other weights.
         """
-        self._ephemeral_reason = RESET_REASON
-        ready, self.ready = self.ready, None
-        self._reset_unsent = True
-        if ready is not None:
-            self._send_reset(ready)
+        self.suspended, self.stale_weights = True, stale
 
-    def _send_reset(self, ready: Ready) -> None:
-        self._reset_namespace = ready.namespace
-        if self.send(ResetCache()):
-            self._reset_unsent = False
+    def identify(self, number: int, weights: tuple[str, ...], reason: str) -> None:
+        """The engine has ``weights``, by rank, at identity ``number``: uses the namespace that they
+        belong to.
+
+        ``reason``: why they are unknown. Objects then stay in RAM, in a namespace that is drawn at
+        random for this number. If tierd has another namespace open, it is asked for the right one.
+        Open promotions and credits stay valid.
+        """
+        self.suspended = self.stale_weights = False
+        self._identity_wanted = Identify(number=number, weights=weights, ephemeral_reason=reason)
+        self._identify_unsent = False
+        ready = self.ready
+        if ready is not None and not self._is_wanted(ready):
+            self.ready = None
+            self._send_identify()
+
+    def _is_wanted(self, ready: Ready) -> bool:
+        wanted = self._identity_wanted
+        if wanted is None:
+            return True
+        if wanted.ephemeral_reason:
+            return ready.identity == wanted.number
+        return ready.weights == wanted.weights
+
+    def _send_identify(self) -> None:
+        wanted = self._identity_wanted
+        self._identify_unsent = wanted is not None and not self.send(wanted)
 
     def _on_welcome(self, welcome: Welcome) -> None:
         self.epoch = welcome.epoch
@@ -299,11 +318,9 @@ class TierdSession:
         logger.info("KVTier: attached the scheduler side to tierd, epoch %d", welcome.epoch)
 
     def _on_ready(self, ready: Ready) -> None:
-        if self._reset_unsent:
-            # tierd opened it for an identity from before the reset.
-            self._send_reset(ready)
-            return
-        if ready.namespace == self._reset_namespace:
+        if not self.suspended and not self._is_wanted(ready):
+            # tierd opened it for an identity of before.
+            self._send_identify()
             return
         self.ready = ready
         self.counters["ready"] += 1
@@ -332,9 +349,6 @@ class TierdSession:
         self.counters["lost"] += 1
         self.ready = None
         self.epoch = 0
-        self._reset_namespace = ""
-        # A Hello that reports the reset makes tierd open a namespace that only this engine can use.
-        # The next session's Hello may have been built a moment before the reset.
-        self._reset_unsent = self._sent_ephemeral_reason != self._ephemeral_reason
+        self._identify_unsent = False
         for slots in self.credits:
             slots.clear()

@@ -178,6 +178,32 @@ def take(vllm_config: VllmConfig) -> WeightsFingerprint:
     return WeightsFingerprint(_combined(digests), "", seconds, hasher.hashed_bytes)
 
 
+def watch_sleep(
+    vllm_config: VllmConfig, on_sleep: Callable[[], None], on_wake_up: Callable[[], None]
+) -> None:
+    """Calls ``on_sleep`` before the worker that has ``vllm_config`` sleeps, which may release the
+    memory of its KV cache, and ``on_wake_up`` after it has woken up, on the worker's thread."""
+    worker = _worker_of(vllm_config)
+    sleep, wake_up = getattr(worker, "sleep", None), getattr(worker, "wake_up", None)
+    if worker is None or sleep is None or wake_up is None:
+        return
+
+    @functools.wraps(sleep)
+    def sleep_without_copies(*arguments: Any, **named: Any) -> Any:
+        on_sleep()
+        return sleep(*arguments, **named)
+
+    @functools.wraps(wake_up)
+    def wake_up_with_copies(*arguments: Any, **named: Any) -> Any:
+        result = wake_up(*arguments, **named)
+        tags = arguments[0] if arguments else named.get("tags")
+        if tags is None or "kv_cache" in tags:
+            on_wake_up()
+        return result
+
+    worker.sleep, worker.wake_up = sleep_without_copies, wake_up_with_copies
+
+
 def capture_seconds() -> float:
     """Returns how long hashing before processing has taken in this process."""
     return _models.capture_seconds

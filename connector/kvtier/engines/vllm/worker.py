@@ -105,6 +105,8 @@ class KVTierConnectorWorker:
         self._thread: TransferThread | None = None
         self._codec: Codec | None = None
         self._weights = weights.WeightsFingerprint("", "no fingerprint was taken")
+        self._identity = 0
+        self._begun: StepMetadata | None = None
         self._off_reason = "no KV cache is registered"
         self._metadata: StepMetadata | None = None
         self._stores_submitted: StepMetadata | None = None
@@ -185,6 +187,7 @@ class KVTierConnectorWorker:
             ),
         )
         self._off_reason = ""
+        weights.watch_sleep(self._vllm_config, self.suspend_copies, self.resume_copies)
         self._thread.start()
         logger.info(
             "KVTier: rank %d uses chunks of %d tokens, the %s copy engine and shards of %s bytes",
@@ -222,6 +225,41 @@ class KVTierConnectorWorker:
             shard_bytes=codec.shard_bytes if codec is not None else (),
             lock=hold_peer_lock(self._run_directory),
         )
+
+    def begin_step(self, metadata: object) -> None:
+        """Before the step's kernels: drops stores whose blocks the kernels may overwrite, and takes
+        the fingerprint of the weights if they may have changed.
+
+        vLLM runs updates of weights on the same thread, so none is in progress. Idempotent.
+        """
+        if not isinstance(metadata, StepMetadata) or metadata is self._begun:
+            return
+        self._begun = metadata
+        changed = metadata.identity > self._identity
+        if self._thread is not None and (changed or metadata.voided_stores):
+            self._thread.void_stores(None if changed else metadata.voided_stores)
+        if not changed:
+            return
+        self._identity = metadata.identity
+        self._weights = weights.take(self._vllm_config)
+        self._counters.add("weights_hashed")
+        logger.info(
+            "KVTier: rank %d hashed %d MB of weights in %.2f s, because they may have changed%s",
+            self._rank,
+            self._weights.hashed_bytes // 1_000_000,
+            self._weights.seconds,
+            f": {self._weights.reason}" if self._weights.reason else "",
+        )
+
+    def suspend_copies(self) -> None:
+        """Ends all copies before the memory of the KV cache is released. Blocks until none runs."""
+        if self._thread is not None:
+            self._thread.suspend()
+
+    def resume_copies(self) -> None:
+        """The memory of the KV cache is there again, at the same addresses."""
+        if self._thread is not None:
+            self._thread.resume()
 
     def start_load_kv(self, metadata: object) -> None:
         """Submits the loads of a step, and ends those that are cancelled."""
@@ -292,6 +330,10 @@ class KVTierConnectorWorker:
             loads=completed.loads,
             stores_done=completed.stores_done,
             attached_epoch=self._completions.epoch,
+            identity=self._identity,
+            weights=((self._rank, self._weights.text, self._weights.reason),)
+            if metadata is not None and metadata.report_weights
+            else (),
         )
 
     def take_counts(self) -> dict[str, int]:

@@ -19,7 +19,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,6 +84,7 @@ class TransferThread:
         self._ended = threading.Event()
         self._drained = False
         self._welcome: Welcome | None = None
+        self._suspended = False
         self._drained_epoch = 0
         self._thread = threading.Thread(target=self._run, name="kvtier-transfer", daemon=True)
 
@@ -142,6 +143,32 @@ class TransferThread:
             self._stores.add(jobs, fence, self._completions.epoch)
             self._advance()
         self._keep_awake()
+
+    def void_stores(self, reservations: Sequence[int] | None) -> None:
+        """Does not deliver these stores. None: delivers no open store and fails every load, because
+        the weights may have changed."""
+        with self._copies:
+            self._stores.void(reservations)
+            if reservations is None:
+                self._loads.stop_all("identity")
+
+    def suspend(self) -> None:
+        """Ends all copies, and accepts none until ``resume``. Blocks until no copy runs."""
+        with self._copies:
+            self._suspended = True
+            self._completions.epoch = 0
+            self._loads.stop_all("asleep")
+            self._stores.void(None)
+        self._engine.wait_idle()
+        with self._copies:
+            if self._is_open():
+                self._advance()
+
+    def resume(self) -> None:
+        """Accepts copies again."""
+        with self._copies:
+            self._suspended = False
+            self._update_epoch()
 
     def poll(self) -> None:
         """Collects copies that have ended, and submits what waits for room. Once per step."""
@@ -297,6 +324,7 @@ class TransferThread:
         """Copies are possible once a pool is attached and the layout of its slots is known."""
         welcome = self._welcome
         possible = self._engine.pool is not None and self._context.shards.known
+        possible = possible and not self._suspended
         self._completions.epoch = welcome.epoch if welcome and possible else 0
 
     def _map_pool(self, welcome: Welcome) -> None:

@@ -28,6 +28,8 @@ from kvtier.transfer.engine import Copy, CopyError, CopyHandle, Direction
 SUBMIT_SECONDS = 0.002
 """How long one call may submit copies of one direction: the engine's thread makes the call. In this
 time it submits more than the link moves in 20 ms, after which the call is repeated."""
+IDENTITY_CHANGED = "identity"
+"""Reason of loads that ended because the weights may have changed: nothing of them is used."""
 MAX_ENDED_LOADS = 4096
 """Ended loads that are remembered, so that a job that comes twice does not start twice."""
 
@@ -104,7 +106,8 @@ class WorkerLoads:
     def stop_all(self, reason: str) -> None:
         """Stops every load. Those whose copies are done end in the next ``advance``."""
         for load in self._active.values():
-            load.stop_reason = load.stop_reason or reason
+            if not load.stop_reason or reason == IDENTITY_CHANGED:
+                load.stop_reason = reason
 
     def abandon(self, reason: str) -> None:
         """Ends every load without waiting for its copies: the device is lost or idle."""
@@ -207,6 +210,8 @@ class WorkerLoads:
         )
         if keys < load.copied_keys:
             self._counters.add("slots_reused", load.copied_keys - keys)
+        if load.stop_reason == IDENTITY_CHANGED:
+            keys = 0
         complete = keys == len(job.runs)
         result = LoadResult(
             load=job.load,
@@ -246,6 +251,8 @@ class WorkerStores:
         self._pending: deque[tuple[StoreJob, object | None]] = deque()
         """Jobs to submit, each with its fence."""
         self._in_flight: deque[tuple[CopyHandle, tuple[int, ...]]] = deque()
+        self._voided: set[int] = set()
+        """Open stores that must not be delivered."""
         self._delivered: list[int] = []
         self._aborted: list[int] = []
 
@@ -271,6 +278,20 @@ class WorkerStores:
             else:
                 self._counters.add("stores_stale")
                 self._finish((job.reservation,), delivered=False)
+
+    def void(self, reservations: Sequence[int] | None) -> None:
+        """Ends these stores (None: all) without a delivery: their blocks may be overwritten.
+
+        What was copied completely before this call is not in ``_open`` any longer, and is right.
+        """
+        voided = self._open.intersection(self._open if reservations is None else reservations)
+        if not voided:
+            return
+        pending = [job.reservation for job, _ in self._pending if job.reservation in voided]
+        self._pending = deque(each for each in self._pending if each[0].reservation not in voided)
+        self._counters.add("stores_voided", len(voided))
+        self._voided |= voided.difference(pending)
+        self._finish(pending, delivered=False)
 
     def drop_pending(self) -> None:
         """Ends the stores that are not submitted."""
@@ -323,7 +344,9 @@ class WorkerStores:
                 self._counters.add("copy_errors")
                 delivered = False
             self._in_flight.popleft()
-            self._finish(numbers, delivered)
+            intact = [number for number in numbers if delivered and number not in self._voided]
+            self._finish(intact, delivered=True)
+            self._finish([each for each in numbers if each not in intact], delivered=False)
             changed = True
         return changed
 
@@ -367,4 +390,5 @@ class WorkerStores:
             self._counters.add("stores_aborted", len(numbers))
         (self._delivered if delivered else self._aborted).extend(numbers)
         self._open.difference_update(numbers)
+        self._voided.difference_update(numbers)
         self._context.completions.add_stores(numbers)

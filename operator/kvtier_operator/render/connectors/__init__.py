@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvtier.errors import ConfigurationError
-from kvtier_operator.api.engine import Connector, EngineType
+from kvtier_operator.api.engine import Connector, Delivery, EngineType
 from kvtier_operator.api.policy import KVTierPolicy, PolicySpec
 from kvtier_operator.api.validation import FieldError, InvalidDocumentError
 from kvtier_operator.render.connectors import lmcache, offloading
@@ -41,12 +41,28 @@ _CONNECTORS = {
 def policy_errors(policy: KVTierPolicy) -> list[FieldError]:
     """Why the policy cannot be rendered for its connector. Such a policy is invalid."""
     engine = policy.spec.engine
-    if engine.type is not EngineType.VLLM:
-        return [
-            FieldError.unsupported("spec.engine.type", engine.type.value, [EngineType.VLLM.value])
-        ]
+    if engine.type is EngineType.ATOM:
+        return _atom_errors(policy.spec)
     connector = _CONNECTORS.get(engine.connector)
     return connector.policy_errors(policy.spec) if connector is not None else []
+
+
+def _atom_errors(spec: PolicySpec) -> list[FieldError]:
+    """ATOM has KVTier's connector only, and finds it through the payload."""
+    engine = spec.engine
+    errors = []
+    if engine.connector is not Connector.KVTIER:
+        errors.append(
+            FieldError.unsupported(
+                "spec.engine.connector", engine.connector.value, [Connector.KVTIER.value]
+            )
+        )
+    if engine.delivery is Delivery.IMAGE:
+        supported = [Delivery.INIT_CONTAINER.value, Delivery.IMAGE_VOLUME.value]
+        errors.append(
+            FieldError.unsupported("spec.engine.delivery", engine.delivery.value, supported)
+        )
+    return errors
 
 
 def unsupported_fields(policy: KVTierPolicy) -> list[FieldError]:
