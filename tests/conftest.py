@@ -32,6 +32,7 @@ NODE_FILES = frozenset(
         "hanging_storage",
         "sidecar_on_node",
         "injection_on_node",
+        "keys_on_node",
         "e2e",
     )
 )

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from tests.support.slow_copies import running_copies, set_copy_seconds, wait_copying
 
 from kvtier.harness.engine_requests import ReferenceEngine
 from kvtier.harness.engine_testbed import CHUNK_TOKENS, SNAPSHOT_SECONDS, EngineTestbed
 from kvtier.harness.tiny_model import prompt
+from kvtier.tierd.wire import GENERATIONS_NAME
 from kvtier.transfer.engine import Direction
 
 CHUNKS = 8
@@ -97,14 +100,14 @@ def test_a_request_aborted_while_it_waits_leaves_nothing_behind(
     assert requests.run(tokens) == plain.tokens(tokens)
 
 
-def test_a_load_that_failed_is_not_repeated(testbed: EngineTestbed, plain: ReferenceEngine) -> None:
-    """The daemon stops after the hit was promised: the slots are never announced."""
-    tokens = prompt(CHUNKS * CHUNK_TOKENS + 5, 310)
+def test_a_load_from_ram_does_not_wait_for_a_daemon_that_hangs(
+    testbed: EngineTestbed, plain: ReferenceEngine
+) -> None:
+    tokens = prompt(CHUNKS * CHUNK_TOKENS + 5, 309)
     requests = testbed.requests()
     assert requests.run(tokens) == plain.tokens(tokens)
     testbed.settle_stores()
     testbed.empty_gpu_cache()
-    failures = testbed.load_failures()
     os.kill(testbed.daemon_pid(), signal.SIGSTOP)
     try:
         name = requests.add(tokens)
@@ -112,6 +115,34 @@ def test_a_load_that_failed_is_not_repeated(testbed: EngineTestbed, plain: Refer
             answer = requests.finish([name])
     finally:
         os.kill(testbed.daemon_pid(), signal.SIGCONT)
+    assert answer[name]["tokens"] == plain.tokens(tokens)
+    assert loads.tokens == CHUNKS * CHUNK_TOKENS
+
+
+@contextlib.contextmanager
+def _reused_slots(testbed: EngineTestbed) -> Iterator[None]:
+    """Every slot in use looks as if it had been reused since the engine was told of it."""
+    words = np.memmap(testbed.run_directory / GENERATIONS_NAME, dtype=np.uint32, mode="r+")
+    used = np.flatnonzero(words % 2 == 0)
+    before = words[used].copy()
+    words[used] += 1
+    yield
+    unchanged = words[used] == before + 1
+    words[used[unchanged]] = before[unchanged]
+
+
+def test_a_load_from_slots_that_were_reused_fails_and_is_not_repeated(
+    testbed: EngineTestbed, plain: ReferenceEngine
+) -> None:
+    tokens = prompt(CHUNKS * CHUNK_TOKENS + 5, 310)
+    requests = testbed.requests()
+    assert requests.run(tokens) == plain.tokens(tokens)
+    testbed.settle_stores()
+    testbed.empty_gpu_cache()
+    failures = testbed.load_failures()
+    with _reused_slots(testbed), testbed.loads() as loads:
+        name = requests.add(tokens)
+        answer = requests.finish([name])
     assert answer[name]["tokens"] == plain.tokens(tokens)
     assert loads.tokens == 0
     assert testbed.load_failures() > failures

@@ -12,6 +12,7 @@ from kvtier import payload as payload_writer
 from kvtier.cli import directory as directory_command
 from kvtier.cli import explain as explain_command
 from kvtier.cli import explain_plan as explain_plan_command
+from kvtier.cli import prefixes as prefixes_command
 from kvtier.cli import render as render_command
 from kvtier.cli import validate as validate_command
 from kvtier.cli.console import error_console, print_json, print_text
@@ -293,13 +294,27 @@ def payload(
 
 
 @app.command()
-def inspect(directory: TierDirectory, as_json: Json = False) -> None:
+def inspect(
+    directory: TierDirectory,
+    prefixes: Annotated[
+        bool,
+        typer.Option(
+            "--prefixes",
+            help="Also read every header: prefixes, ages, and what is evicted next.",
+        ),
+    ] = False,
+    as_json: Json = False,
+) -> None:
     """Show the contents of a file tier: namespaces, sizes, ages, writers and the janitor."""
     survey, now = directory_command.inspect(directory)
+    found = prefixes_command.inspect_prefixes(directory) if prefixes else None
     if as_json:
-        print_json(directory_command.inspect_json(survey, now))
-    else:
-        directory_command.show_inspect(survey, now)
+        more = {} if found is None else prefixes_command.prefixes_json(*found)
+        print_json({**directory_command.inspect_json(survey, now), **more})
+        return
+    directory_command.show_inspect(survey, now)
+    if found is not None:
+        prefixes_command.show_prefixes(*found)
 
 
 @app.command()

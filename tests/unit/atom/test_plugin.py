@@ -1,4 +1,4 @@
-"""The payload registers itself with an ATOM whose command line nobody has changed."""
+"""The payload registers itself with an ATOM whose command line has not been changed."""
 
 from __future__ import annotations
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from tests.support.prometheus import PROMTOOL, lint
 
 from kvtier.engines.vllm.metrics import KVTierPromMetrics
 from kvtier.store.types import StoreCounters
@@ -17,8 +16,6 @@ from kvtier.tierd.status import Snapshot, TierSnapshot, metrics_text
 from kvtier_operator.controller.metrics import ControllerMetrics, LeaderMetrics, PolicyMetrics
 from kvtier_operator.runtime import ApiMetrics, new_registry
 from kvtier_operator.webhook.metrics import WebhookMetrics
-
-PROMTOOL = shutil.which("promtool")
 
 
 def tierd() -> str:
@@ -53,23 +50,10 @@ def engine() -> str:
         {0: ["m", "0"]},
         ("ram", "disk"),
     )
-    text = generate_latest(registry).decode()
-    # vLLM's prefix has a colon, which the linter reserves for recording rules.
-    assert "vllm:kvtier_" in text
-    return text.replace("vllm:", "vllm_")
+    return generate_latest(registry).decode()
 
 
 @pytest.mark.skipif(PROMTOOL is None, reason="promtool (Debian package prometheus) is missing")
 @pytest.mark.parametrize("exported", [tierd, operator, engine])
 def test_the_linter_of_prometheus_accepts_every_metric(exported: Callable[[], str]) -> None:
-    text = exported()
-    assert text.count("# HELP kvtier_") + text.count("# HELP vllm_kvtier_") > 10
-    checked = subprocess.run(
-        [str(PROMTOOL), "check", "metrics"],
-        input=text,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (checked.stdout + checked.stderr, checked.returncode) == ("", 0)
+    assert lint(exported()) == ""

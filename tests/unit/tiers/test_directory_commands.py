@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -440,3 +440,74 @@ def test_unusable_keys_are_an_error_of_the_option(
     outcome = kvtier("verify", root, "--keys", tmp_path / name)
     assert outcome.status == 2
     assert text in outcome.err
+
+
+# Prefixes.
+
+
+def prompts(root: Path, tier: FileSystemTier) -> list[list[ObjectRef]]:
+    """Prompts of 4, 2 and 3 objects, the second one after the first two of the first; used one
+    hour apart, the oldest first. The second object of the last one is removed."""
+    numbers = ((100, 101, 102, 103), (100, 101, 110, 111), (120, 121, 122))
+    found = []
+    for place, prompt in enumerate(numbers):
+        refs, previous = [], b""
+        for number in prompt:
+            ref, payload, meta = make(number)
+            tier.write(ref, payload, replace(meta, previous=previous))
+            refs.append(ref)
+            previous = ref.key
+        for ref in refs:
+            used = time.time() - (3 - place) * 4_000
+            os.utime(object_path(str(root), ref.namespace, ref.key), (used, used))
+        found.append(refs)
+    os.unlink(path_of(root, 121))
+    return found
+
+
+def test_inspect_shows_prefixes_ages_and_what_is_evicted_next(kvtier: Any, root: Path) -> None:
+    tier = open_tier(root, 1 << 26)
+    first, second, third = prompts(root, tier)
+    tier.close()
+    found = kvtier("inspect", root, "--prefixes", "--json").json
+    [space] = found["prefixes"]
+    assert (space["prefixes"], space["deepest"], space["unusableObjects"]) == (3, 4, 1)
+    largest = space["largest"][0]
+    assert (largest["objects"], largest["depth"], largest["complete"]) == (6, 4, True)
+    assert largest["beginning"] == first[0].key.hex()
+    assert [each["objects"] for each in space["heat"]] == [0, 8, 0, 0, 0]
+    assert sum(each["bytes"] for each in space["heat"]) == 8 * OBJECT_BYTES
+    # What follows nothing that is held; then ends of prompts, the least recently used first.
+    order = [bytes.fromhex(each["key"]) for each in found["evictedNext"]]
+    wanted = [third[2], first[3], first[2], second[3], second[2], second[1], second[0], third[0]]
+    assert order == [ref.key for ref in wanted]
+    assert [each["depth"] for each in found["evictedNext"]] == [1, 4, 3, 4, 3, 2, 1, 1]
+    out = kvtier("inspect", root, "--prefixes").out
+    assert "3 prefixes, the longest of 4 objects" in out
+    assert "1 objects follow one that is not held" in out
+    assert "(incomplete)" in out
+    assert "evicted next" in out
+
+
+def test_inspect_shows_prefixes_with_a_cycle_and_without_knowledge(
+    kvtier: Any, root: Path, keys: Path
+) -> None:
+    tier = open_tier(root, 1 << 26)
+    (one, payload, meta), (two, _, _) = make(1), make(2)
+    tier.write(one, payload, replace(meta, previous=two.key))
+    tier.write(two, payload, replace(meta, previous=one.key))
+    tier.close()
+    sealed(root, keys, True, 3)
+    found = kvtier("inspect", root, "--prefixes", "--json").json
+    [space] = found["prefixes"]
+    assert space["unknownObjects"] == 1
+    assert sum(tree["objects"] for tree in space["largest"]) == 3
+    assert len(found["evictedNext"]) == 3
+    assert "it is not known what they follow" in kvtier("inspect", root, "--prefixes").out
+
+
+def test_inspect_of_an_empty_tier_shows_no_prefixes(kvtier: Any, root: Path) -> None:
+    open_tier(root, 1 << 26).close()
+    outcome = kvtier("inspect", root, "--prefixes")
+    assert outcome.status == 0
+    assert "evicted next" not in outcome.out

@@ -6,6 +6,7 @@ import stat
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -520,3 +521,16 @@ def test_a_closed_tier_writes_nothing(tmp_path: Path) -> None:
     with pytest.raises(TierUnavailableError):
         tier.write(*make_object(2))
     assert object_bytes(tmp_path) == before
+
+
+def test_after_a_restart_a_read_tells_what_an_object_follows(tmp_path: Path) -> None:
+    """The index of a new process does not know it; without it, the beginning of a prompt, which
+    was stored first, would be evicted first."""
+    (first, payload, meta), (second, _, _) = make_object(1), make_object(2)
+    with opened(tmp_path) as tier:
+        tier.write(first, payload, meta)
+        tier.write(second, payload, replace(meta, previous=first.key))
+    with opened(tmp_path) as tier:
+        assert tier._index.previous(NAMESPACE, second.key) == b""
+        assert tier.read(second, buffer(payload.nbytes)).previous == first.key
+        assert tier._index.oldest() == (NAMESPACE, second.key)

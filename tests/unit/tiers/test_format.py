@@ -1,6 +1,7 @@
 """The file format: a written object is read, and any change is detected."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,14 @@ def test_written_documents_are_read_back(
     header, payload, meta = pack(ref, shards, kind, fill)
     assert read_header(header, ref, payload.nbytes) == meta
     verify_payload(payload, meta)
+
+
+@given(previous=st.binary(max_size=MAX_KEY_BYTES))
+def test_a_header_tells_what_the_object_follows(previous: bytes) -> None:
+    ref = ObjectRef("5" * 32, b"\x00key")
+    header, payload, meta = pack(ref, (100,) * MAX_SHARDS, Blake3.kind, 1)
+    write_header(header, ref, replace(meta, previous=previous))
+    assert read_header(header, ref, payload.nbytes).previous == previous
 
 
 @settings(deadline=None)

@@ -92,7 +92,7 @@ class AtomLoads:
         """Decisions and ends of loads, by name."""
         self.loaded_tokens: Counter[int] = Counter()
         """By tier, since the engine started."""
-        self.reads = ReadTimes()
+        self.reads = ReadTimes(clock)
         self._planner = planner
         self._session = session
         self._prefill = prefill
@@ -209,7 +209,13 @@ class AtomLoads:
         if not self._session.send(message):
             return
         promotion = TailPromotion(
-            number, first, keys, self._session.epoch, now, now + budget + PROMOTION_GRACE_SECONDS
+            number,
+            first,
+            keys,
+            self._session.epoch,
+            now,
+            now + budget + PROMOTION_GRACE_SECONDS,
+            tuple(found.sources[skipped:]),
         )
         state.handoff = Handoff(self._planner.tokens(first), end, promotion)
         self._pending[number] = state
@@ -333,6 +339,9 @@ class AtomLoads:
         self.counts[reason] += 1
         if handoff.promotion is not None:
             self._pending.pop(handoff.promotion.promotion_id, None)
+            if handoff.promotion.usable_keys is None and reason in ("passed", "out_of_time"):
+                age = self._clock() - handoff.promotion.sent_at
+                self.reads.observe(handoff.promotion.sources, age)
             self._session.send(Cancel(promotion=handoff.promotion.promotion_id))
 
     def on_promoted(self, message: Promoted) -> None:

@@ -15,6 +15,7 @@ from kvtier.engines.atom.sequence_state import SequenceState
 from kvtier.store.cost_model import Prefill, PrefillModel
 
 READ_SAMPLES = 8
+SAMPLE_SECONDS = 60.0
 
 
 class StepTimer:
@@ -60,10 +61,16 @@ class StepTimer:
 
 
 class ReadTimes:
-    """Seconds per chunk from each secondary tier, as promotions measure it."""
+    """Seconds per chunk from each secondary tier, as promotions measure it.
 
-    def __init__(self) -> None:
-        self._samples: dict[int, deque[float]] = {}
+    A promotion that was given up counts with its age: the tier takes at least that long. Samples
+    are forgotten after ``SAMPLE_SECONDS``, so that a tier that was too slow is tried again.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._samples: dict[int, deque[tuple[float, float]]] = {}
+        """(When, seconds per chunk), by tier."""
 
     def observe(self, tiers: Sequence[int], seconds: float) -> None:
         """Adds a promotion. ``tiers[i]``: the tier that its i-th chunk came from, 0 for RAM."""
@@ -73,9 +80,11 @@ class ReadTimes:
         # Tiers are read at the same time; the one with most chunks decides.
         tier = max(set(read), key=read.count)
         samples = self._samples.setdefault(tier, deque(maxlen=READ_SAMPLES))
-        samples.append(seconds / read.count(tier))
+        samples.append((self._clock(), seconds / read.count(tier)))
 
     def seconds(self, tier: int) -> float | None:
         """Median seconds per chunk; None without a measurement."""
         samples = self._samples.get(tier)
-        return statistics.median(samples) if samples else None
+        while samples and self._clock() - samples[0][0] > SAMPLE_SECONDS:
+            samples.popleft()
+        return statistics.median(seconds for _, seconds in samples) if samples else None

@@ -59,7 +59,7 @@ class TailPromotion:
     """A promotion for the end of a prompt. ``usable_keys``: None until tierd answers.
 
     ``keys`` chunks from ``first_chunk`` on, which are then in RAM at ``locations``. ``deadline``
-    and ``sent_at``: by the scheduler's clock.
+    and ``sent_at``: by the scheduler's clock. ``sources``: where the chunks were, by tier.
     """
 
     promotion_id: int
@@ -68,6 +68,7 @@ class TailPromotion:
     epoch: int
     sent_at: float
     deadline: float
+    sources: tuple[int, ...] = ()
     usable_keys: int | None = None
     ended_at: float = 0.0
     locations: tuple[int, ...] = ()

@@ -18,6 +18,9 @@
        220    36  zeros
        256  40*n  per shard: exact size (8), checksum over exactly these bytes (16), zeros (16)
          …     …  zeros
+      4000     1  length of the key of the object before this one in its prefix; 0: not known
+      4001    64  that key, zeros behind it
+      4065    15  zeros
       4080    16  checksum, of the same kind, over bytes 0..4079
       4096     …  shards, each from a multiple of 4096, zeros between them
 
@@ -58,6 +61,7 @@ _SHARD = struct.Struct("<Q16s16x")
 _VERSION = struct.Struct("<8xH")
 _SEAL = struct.Struct("<32s32s32s12s")
 _SEAL_AT = 112
+_PREVIOUS_AT = 4000
 SHARDS_AT = 256
 """The fixed part ends here, and what version 2 encrypts begins."""
 DIGEST_AT = HEADER_BYTES - DIGEST_BYTES
@@ -113,6 +117,9 @@ def write_header(header: memoryview, ref: ObjectRef, meta: ObjectMeta) -> None:
         len(ref.key),
         ref.key,
     )
+    if len(meta.previous) <= MAX_KEY_BYTES:
+        header[_PREVIOUS_AT] = len(meta.previous)
+        header[_PREVIOUS_AT + 1 : _PREVIOUS_AT + 1 + len(meta.previous)] = meta.previous
     for number, (size, digest) in enumerate(zip(meta.shard_bytes, meta.checksums, strict=True)):
         _SHARD.pack_into(header, SHARDS_AT + number * _SHARD.size, size, digest)
     finish_header(header, checksum)
@@ -135,6 +142,15 @@ def describe_seal(header: bytes) -> str:
     if version == ENCRYPTED_VERSION:
         return f"AES256GCM, key {key_id}"
     return f"tag, key {key_id}" if key_id else "no tag"
+
+
+def previous_of(header: bytes | memoryview) -> bytes:
+    """The key of the object before this one in its prefix, of a header that is not encrypted; empty
+    if it is not known. Only the order of eviction depends on it."""
+    length = header[_PREVIOUS_AT]
+    if length > MAX_KEY_BYTES:
+        return b""
+    return bytes(header[_PREVIOUS_AT + 1 : _PREVIOUS_AT + 1 + length])
 
 
 def set_seal(header: memoryview, version: int, seal: SealFields) -> None:
@@ -221,7 +237,7 @@ def read_shards(header: memoryview, fixed: FixedHeader) -> ObjectMeta:
         size, digest = _SHARD.unpack_from(header, SHARDS_AT + number * _SHARD.size)
         sizes.append(size)
         digests.append(digest)
-    meta = ObjectMeta(tuple(sizes), fixed.checksum.kind, tuple(digests))
+    meta = ObjectMeta(tuple(sizes), fixed.checksum.kind, tuple(digests), previous_of(header))
     if meta.payload_bytes != fixed.payload_bytes:
         raise TierCorruptError(
             f"payload of {fixed.payload_bytes} bytes, shards of {meta.payload_bytes}"

@@ -5,7 +5,7 @@ Every method may be called from any thread, does no I/O and holds the lock for o
 thousand at most, however many there are.
 
 An object that is known to follow another one in its prefix is evicted before that one. A scan does
-not see what an object follows: the object ranks by its own age until a use tells.
+not see what an object follows: the object ranks by the age of its file until a use tells.
 
 The number of indexed objects is bounded. Beyond the bound, an object that is stored or requested
 displaces the one that would be evicted next; an object that a scan merely discovers is not indexed.
@@ -43,6 +43,12 @@ _REFILL_FRACTION = 16
 """A scan is worthwhile when this part of the index is free and some objects are not indexed."""
 
 
+def _age_rank(used_at: float) -> float:
+    """Ascends from minute to minute, and descends within each."""
+    minute = used_at // 60
+    return 60 * minute + 60 - (used_at - 60 * minute)
+
+
 def _ignore(_namespace: str, _key: bytes) -> None:
     return
 
@@ -73,6 +79,9 @@ class Index:
         self._buckets = array("H", (0, 0))
         self._units = array("I", (0, 0))
         self._seen_by = bytearray(2)
+        self._file_used_at = array("d")
+        """By node: when the file was used last, as the scan at the start found it. Empty later."""
+        self._ordering = False
         self._namespaces: dict[str, bytes] = {}
         self._names: dict[bytes, str] = {}
         self._counts: dict[str, int] = {}
@@ -195,8 +204,13 @@ class Index:
             self._on_displaced(displaced_namespace, displaced_key)
         return not node
 
-    def add_discovered(self, namespace: str, key: bytes, size_bytes: int) -> bool:
-        """A scan found an object. True if it is new to the index and there was room for it."""
+    def add_discovered(
+        self, namespace: str, key: bytes, size_bytes: int, used_at: float = 0.0
+    ) -> bool:
+        """A scan found an object. True if it is new to the index and there was room for it.
+
+        ``used_at``: when its file was used last, in seconds; for ``order_discovered``.
+        """
         with self._lock:
             if self._find(namespace, key):
                 return False
@@ -205,7 +219,12 @@ class Index:
                 return False
             # If some are not indexed, it was most likely displaced before, because others were used
             # later.
-            self._enter(namespace, key, size_bytes, b"", oldest=self._unindexed > 0)
+            node = self._enter(namespace, key, size_bytes, b"", oldest=self._unindexed > 0)
+            if self._ordering:
+                missing = node + 1 - len(self._file_used_at)
+                if missing > 0:
+                    self._file_used_at.extend((0.0,) * missing)
+                self._file_used_at[node] = used_at
             return True
 
     def touch(self, namespace: str, key: bytes, previous: bytes = b"") -> None:
@@ -261,6 +280,26 @@ class Index:
         with self._lock:
             self._unindexed_total += max(self._unindexed_in_scan - self._unindexed, 0)
             self._unindexed = self._unindexed_in_scan
+
+    def begin_ordering(self) -> None:
+        """A scan of the whole directory starts, before any object is used."""
+        with self._lock:
+            self._ordering = True
+
+    def order_discovered(self) -> None:
+        """The scan has ended: puts the objects that it found in the order of use of their files.
+
+        Of files that were used in the same minute the latest is the first to be evicted: the chunks
+        of a prompt are written and read in the order of the prompt.
+        """
+        with self._lock:
+            used_at, self._file_used_at, self._ordering = self._file_used_at, array("d"), False
+        nodes = [node for node, at in enumerate(used_at) if at]
+        nodes.sort(key=lambda node: _age_rank(used_at[node]))
+        for start in range(0, len(nodes), _PART_OBJECTS):
+            with self._lock:
+                for node in nodes[start : start + _PART_OBJECTS]:
+                    self._order.use(node)
 
     def mark_seen(self, namespace: str, key: bytes) -> bool:
         """The scan found the object. False if it is not indexed."""
@@ -321,7 +360,7 @@ class Index:
 
     def _enter(
         self, namespace: str, key: bytes, size_bytes: int, previous: bytes, oldest: bool = False
-    ) -> None:
+    ) -> int:
         if namespace not in self._namespaces:
             self._next_namespace += 1
             prefix = self._next_namespace.to_bytes(_NAMESPACE_BYTES, "big")
@@ -337,6 +376,7 @@ class Index:
         self._resize(node, size_bytes)
         self._count += 1
         self._counts[namespace] = self._counts.get(namespace, 0) + 1
+        return node
 
     def _resize(self, node: int, size_bytes: int) -> None:
         units = min(-(-size_bytes // ALIGNMENT_BYTES), _MAX_UNITS)

@@ -138,7 +138,9 @@ class FileSystemTier(Tier):
         except TierNoSpaceError as error:
             _log.warning("%s; serving existing objects without storing", error)
         self._probe_direct()
+        self._index.begin_ordering()
         self.report = self.maintenance.scan_completely().result.report
+        self._index.order_discovered()
         self._report_unindexed()
         self.maintenance.start_loop()
 
@@ -249,7 +251,7 @@ class FileSystemTier(Tier):
             raise
         except OSError as error:
             raise self._read_error(ref, path, error) from error
-        self._index.touch(ref.namespace, ref.key)
+        self._index.touch(ref.namespace, ref.key, meta.previous)
         if self._wall() - modified > TOUCH_SECONDS:
             with contextlib.suppress(OSError):
                 # By the file system's clock, which all hosts can compare; this needs no ownership.

@@ -353,12 +353,12 @@ class DirectoryScan:
         for found in self._discovered:
             # In a directory of one process a recent object was indexed when it was written, and
             # displaced by objects used later.
-            add = (
-                self._index.add
+            name = (found.namespace, found.key, found.size_bytes)
+            if (
+                self._index.add(*name)
                 if self._directory.shared and found.used_at > self._used_after
-                else self._index.add_discovered
-            )
-            if add(found.namespace, found.key, found.size_bytes):
+                else self._index.add_discovered(*name, found.used_at)
+            ):
                 self._directory.on_change(found.namespace, found.key, True)
         self._discovered.clear()
 

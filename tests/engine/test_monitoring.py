@@ -1,0 +1,141 @@
+"""A real Prometheus scrapes a real vLLM server and its tierd: dashboards and alerts see both."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.support.prometheus import Prometheus, Target, lint, needs_prometheus
+from tools.monitoring.alerts import GROUPS, Alert
+from tools.monitoring.capacity import CAPACITY
+from tools.monitoring.on_call import ON_CALL
+from tools.monitoring.panels import Board
+
+from kvtier.config.models import Daemon
+from kvtier.files import replace_file
+from kvtier.harness.engine_process import EngineServer, http_request
+from kvtier.harness.engine_testbed import CHUNK_TOKENS, ENGINE_OPTIONS, EngineOptions, EngineTestbed
+from kvtier.harness.tiny_model import prompt
+
+pytestmark = needs_prometheus
+CHUNKS = 6
+POD = {"namespace": "serving", "pod": "engine-0", "policy": "chat"}
+ALERTS = (*GROUPS["kvtier.tiers"], *GROUPS["kvtier.capacity"])
+
+
+class Serving:
+    """An engine with its daemon under traffic, and the Prometheus that scrapes both."""
+
+    def __init__(self, case: EngineTestbed, server: EngineServer, prometheus: Prometheus) -> None:
+        self.case = case
+        self.server = server
+        self.prometheus = prometheus
+        self._seed = 0
+
+    def serve(self) -> None:
+        """A prompt that is computed and stored, and one that comes back after its blocks were
+        evicted."""
+        self._seed += 1
+        tokens = prompt(CHUNKS * CHUNK_TOKENS + 5, 900 + self._seed)
+        for _ in range(2):
+            self.server.complete(tokens, 2)
+            self.server.reset_prefix_cache()
+
+
+@pytest.fixture(scope="module")
+def serving(model: Path, payload: Path, scratch: Path) -> Iterator[Serving]:
+    tuning = EngineOptions(
+        daemon=Daemon.SIDECAR, persistence="Process", failure_threshold=2, load_timeout_seconds=2
+    )
+    case = EngineTestbed(scratch / "monitoring", model, payload, tuning)
+    arguments = []
+    for name, value in ENGINE_OPTIONS.items():
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            arguments += [flag] if value else []
+        else:
+            arguments += [flag, str(value)]
+    started: list[EngineServer | Prometheus] = []
+    try:
+        case.start_daemon()
+        variables = {**case.environment(), "VLLM_SERVER_DEV_MODE": "1"}
+        server = EngineServer(
+            sys.executable, model, arguments, variables, case.directory / "server.log"
+        )
+        started.append(server)
+        server.wait_ready()
+        host, port = case._http_address() or ("", 0)
+        prometheus = Prometheus(
+            case.directory / "prometheus",
+            [
+                Target("tierd", f"{host}:{port}", POD),
+                Target("engine", f"127.0.0.1:{server.port}", POD),
+            ],
+        )
+        started.append(prometheus)
+        prometheus.wait_scraped()
+        yield Serving(case, server, prometheus)
+    finally:
+        for each in reversed(started):
+            each.kill() if isinstance(each, EngineServer) else each.close()
+        case.close()
+
+
+def healthy(board: Board) -> Board:
+    """Without the panels that have data under a fault only."""
+    rows = {
+        title: tuple(panel for panel in panels if not panel.fault)
+        for title, panels in board.rows.items()
+    }
+    return replace(board, rows=rows)
+
+
+@pytest.mark.parametrize("board", [ON_CALL, CAPACITY], ids=lambda board: board.name)
+def test_every_panel_shows_data_under_traffic(serving: Serving, board: Board) -> None:
+    empty: list[str] = []
+
+    def complete() -> bool:
+        empty[:] = serving.prometheus.empty_panels(healthy(board))
+        return not empty
+
+    serving.prometheus.wait(complete, lambda: f"no data: {empty}", serving.serve)
+
+
+@pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert.name)
+def test_every_alert_selects_series_that_exist(serving: Serving, alert: Alert) -> None:
+    assert serving.prometheus.absent_selectors(alert) == []
+
+
+def test_the_linter_of_prometheus_accepts_the_real_output(serving: Serving) -> None:
+    host, port = serving.case._http_address() or ("", 0)
+    assert lint(http_request(port, "GET", "/metrics", 30, host)[1]) == ""
+    assert lint(serving.server.request("GET", "/metrics")[1]) == ""
+
+
+def test_no_alert_is_raised_while_all_is_well(serving: Serving) -> None:
+    # In the first hour a tier may look as if it earned nothing.
+    names = {alert.name for alert in ALERTS if alert.severity != "info"}
+    assert names & set(serving.prometheus.alerts()) == set()
+
+
+def test_faults_are_seen_on_their_panels_and_raise_their_alert(serving: Serving) -> None:
+    case, prometheus = serving.case, serving.prometheus
+    case.set_faults(read={"fail": True}, write={"fail": True}, check={"fail": True})
+    replace_file(case.topology / "live.json", b'{"generation": "invalid"}')
+    panels = [panel.title for panel in ON_CALL.panels() if panel.fault]
+    assert panels == ["Breakers opened", "Conditions of tierd"]
+    missing: list[str] = []
+
+    def seen() -> bool:
+        empty = prometheus.empty_panels(ON_CALL)
+        missing[:] = [each for each in empty if each.split(":")[0] in panels]
+        return not missing and "KVTierTierUnavailable" in prometheus.alerts()
+
+    prometheus.wait(seen, lambda: f"{missing} {prometheus.alerts()}", serving.serve)
+    found = prometheus.query('sum(kvtier_tier_state{state="BreakerOpen",tier="disk"})')
+    assert float(found[0]["value"][1]) == 1
+    found = prometheus.query('kvtier_condition{type="LiveValuesRefused"}')
+    assert [float(each["value"][1]) for each in found] == [1]
