@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic.alias_generators import to_camel
 
 from kvtier.errors import ConfigurationError
-from kvtier_operator.api.allowlist import AllowedVolume
+from kvtier_operator.api.allowlist import AllowedVolume, PolicyBounds
 
 DEFAULT_FILE = Path("/etc/kvtier-operator/settings.yaml")
 
@@ -154,6 +154,7 @@ class Settings(Section):
     storage: Storage = Storage()
     rollout: RolloutSettings = RolloutSettings()
     allowed_volumes: tuple[AllowedVolume, ...] = ()
+    policy_bounds: PolicyBounds = Field(default_factory=lambda: PolicyBounds.model_validate({}))
     webhook: Webhook = Webhook()
     controller: ControllerSettings = ControllerSettings()
     monitoring: MonitoringSettings = MonitoringSettings()

@@ -27,6 +27,7 @@ storage:
 rollout:
   enabled: {{ .Values.rollout.enabled }}
 allowedVolumes: {{ toJson .Values.allowedVolumes }}
+policyBounds: {{ toJson .Values.policyBounds }}
 webhook:
   port: {{ .Values.webhook.port | int64 }}
   drainSeconds: {{ .Values.webhook.drainSeconds }}

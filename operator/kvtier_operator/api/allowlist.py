@@ -1,4 +1,5 @@
-"""The allow-list of host directories and NFS exports for the policies of a namespace.
+"""What an administrator allows in policies: host directories and NFS exports, groups of files, and
+directories from which engines import code.
 
 A policy mounts paths into pods that its author may not be allowed to create, so an administrator
 lists what is allowed. The list is empty by default. Paths are compared by component: `/mnt/kv`
@@ -9,11 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import PurePosixPath
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Protocol
 
 from pydantic import Field
 
-from kvtier_operator.api.base import ErrorType, Model, Rule, Violation, exactly_one_of
+from kvtier_operator.api.base import (
+    ErrorType,
+    Integer,
+    Model,
+    Rule,
+    Violation,
+    exactly_one_of,
+)
 from kvtier_operator.api.policy import KVTierPolicy
 from kvtier_operator.api.validation import FieldError
 from kvtier_operator.api.volumes import AbsolutePath, NfsVolume
@@ -78,6 +86,73 @@ class AllowedVolume(Model):
     def covers(self, namespace: str) -> bool:
         """Whether the entry is for policies of this namespace."""
         return ANY_NAMESPACE in self.namespaces or namespace in self.namespaces
+
+
+class GroupRange(Model):
+    """Groups from ``min`` to ``max``."""
+
+    min: Annotated[Integer, Field(ge=1, le=2_147_483_647, description="The first group.")]
+    max: Annotated[Integer, Field(ge=1, le=2_147_483_647, description="The last group.")]
+
+
+class PolicyBounds(Model):
+    """Values that policies may set, in every namespace."""
+
+    storage_gids: Annotated[
+        list[GroupRange],
+        Field(
+            default_factory=lambda: [GroupRange(min=3000, max=3000)],
+            description="Groups that security.storageGid adds to pods with file tiers.",
+        ),
+    ]
+    python_paths: Annotated[
+        list[AbsolutePath],
+        Field(
+            default_factory=lambda: ["/opt", "/usr"],
+            description="Directories, with those below, that engine.pythonPath may name.",
+        ),
+    ]
+
+
+class Allowances(Protocol):
+    """What the operator's settings allow."""
+
+    @property
+    def allowed_volumes(self) -> Sequence[AllowedVolume]:
+        """Directories and exports."""
+
+    @property
+    def policy_bounds(self) -> PolicyBounds:
+        """Other values."""
+
+
+def not_allowed(policy: KVTierPolicy, allowed: Allowances) -> list[FieldError]:
+    """Everything in a policy that the administrator does not allow."""
+    return [
+        *volume_errors(policy, allowed.allowed_volumes),
+        *bound_errors(policy, allowed.policy_bounds),
+    ]
+
+
+def bound_errors(policy: KVTierPolicy, bounds: PolicyBounds) -> list[FieldError]:
+    """Groups and directories of a policy that the administrator does not allow. The group counts
+    only if there are file tiers: pods get it for them.
+    """
+    found: list[FieldError] = []
+    group = policy.spec.security.storage_gid
+    has_files = any(tier.file_system is not None for tier in policy.spec.tiers)
+    if has_files and not any(each.min <= group <= each.max for each in bounds.storage_gids):
+        ranges = ", ".join(f"{each.min}-{each.max}" for each in bounds.storage_gids) or "no group"
+        detail = f"group {group} is not allowed: policyBounds.storageGids has {ranges}"
+        found.append(FieldError.forbidden("spec.security.storageGid", detail))
+    path = policy.spec.engine.python_path
+    for directory in path.split(":") if path else ():
+        if not any(is_below(directory, prefix) for prefix in bounds.python_paths):
+            prefixes = ", ".join(bounds.python_paths) or "no directory"
+            detail = f'"{directory}" is not allowed: policyBounds.pythonPaths has {prefixes}'
+            found.append(FieldError.forbidden("spec.engine.pythonPath", detail))
+            break
+    return found
 
 
 def is_below(path: str, prefix: str) -> bool:

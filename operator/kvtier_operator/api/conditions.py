@@ -31,6 +31,7 @@ class PolicyReason(StrEnum):
     PARTLY_APPLIED = "PartlyApplied"
     INVALID = "Invalid"
     VOLUME_NOT_ALLOWED = "VolumeNotAllowed"
+    NOT_ALLOWED = "NotAllowed"
     UNSUPPORTED = "Unsupported"
     TOO_LARGE = "TooLarge"
 

@@ -151,7 +151,7 @@ class WebhookLister:
                 "cannot read policy %s/%s: %s", metadata["namespace"], metadata["name"], error
             )
             return WebhookPolicy(raw, None, tuple(each.message for each in error.errors))
-        disallowed = allowlist.volume_errors(policy, self._settings.allowed_volumes)
+        disallowed = allowlist.not_allowed(policy, self._settings)
         return WebhookPolicy(raw, policy, tuple(each.message for each in disallowed))
 
     def _node_changed(self, document: Object, deleted: bool) -> None:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtier_operator.api import allowlist
-from kvtier_operator.api.allowlist import AllowedVolume
 from kvtier_operator.api.names import INJECT_LABEL
 from kvtier_operator.api.policy import GROUP, KIND, KVTierPolicy
 from kvtier_operator.api.selector import (
@@ -67,13 +66,13 @@ def validate(
     document = _defaulted(request.object, request)
     if (request.object.get("metadata") or {}).get("deletionTimestamp"):
         return AdmissionAllowed()
-    policy, errors, unknown = _parse(document, settings.allowed_volumes)
+    policy, errors, unknown = _parse(document, settings)
     tolerated: list[FieldError] = []
     if errors and request.old is not None:
         # Ratcheting validation: an unchanged value stays valid after the rules became stricter, so
         # that weights, labels and finalizers can still change. The policy's Accepted condition
         # reports the error.
-        previous = set(_parse(_defaulted(request.old, request), settings.allowed_volumes)[1])
+        previous = set(_parse(_defaulted(request.old, request), settings)[1])
         unchanged = request.old.get("spec") == request.object.get("spec")
         tolerated = [error for error in errors if unchanged or error in previous]
     warnings = [error.message for error in tolerated]
@@ -101,13 +100,13 @@ def overlaps(left: LabelSelector, right: LabelSelector) -> bool:
 
 
 def _parse(
-    document: Mapping[str, Any], allowed: Sequence[AllowedVolume]
+    document: Mapping[str, Any], settings: Settings
 ) -> tuple[KVTierPolicy | None, list[FieldError], tuple[str, ...]]:
     try:
         stored = read_stored(document)
     except InvalidDocumentError as error:
         return None, error.errors, ()
-    return stored.policy, allowlist.volume_errors(stored.policy, allowed), stored.unknown_fields
+    return stored.policy, allowlist.not_allowed(stored.policy, settings), stored.unknown_fields
 
 
 def _defaulted(document: Mapping[str, Any], request: AdmissionRequest) -> dict[str, Any]:

@@ -147,6 +147,9 @@ def validation_errors(
     not_allowed = allowlist.volume_errors(policy, settings.allowed_volumes)
     if not_allowed:
         return PolicyReason.VOLUME_NOT_ALLOWED, not_allowed
+    out_of_bounds = allowlist.bound_errors(policy, settings.policy_bounds)
+    if out_of_bounds:
+        return PolicyReason.NOT_ALLOWED, out_of_bounds
     unsupported = connectors.policy_errors(policy)
     if unsupported:
         return PolicyReason.UNSUPPORTED, unsupported
