@@ -258,3 +258,21 @@ def test_an_early_start_that_fails_is_left_to_the_connector(
     early_start.start(str(tmp_path / "missing"))
     assert supervisors == []
     assert "not before" in caplog.text
+
+
+def test_without_the_plugin_vllms_configuration_of_the_connector_starts_tierd(
+    directory: str, supervisors: list[_Supervisor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvtier.engines.vllm.connector import KVTierConnector
+
+    _in_process(monkeypatch, True)
+    assert not KVTierConnector.requires_piecewise_for_cudagraph({"topology": directory})
+    assert [each.directory for each in supervisors] == [directory]
+
+
+def test_importing_the_connector_lets_kvtier_see_the_weights() -> None:
+    from kvtier.engines.vllm import connector, weights
+
+    assert connector.KVTierConnector
+    assert weights._models.installed
+    assert weights._models.on_worker is early_start.start_in_engine_process

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -26,7 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvtier.config.loader import load_for_engine
-from kvtier.engines.vllm import early_start, engine_signals
+from kvtier.engines.vllm import early_start, engine_signals, weights
 from kvtier.engines.vllm.config import engine_name, planner_for, use_vllm_log_handlers
 from kvtier.engines.vllm.counters import off_reason
 from kvtier.engines.vllm.identity import IdentityBuilder
@@ -80,6 +81,21 @@ def tier_names(transfer: KVTransferConfig | None) -> tuple[str, ...]:
     except KVTierError:
         return ()
     return tuple(tier.name for tier in topology.structural.tiers)
+
+
+def _watch_engine() -> None:
+    """Lets KVTier see the weights while they are loaded, and start tierd before.
+
+    vLLM imports this module when it configures an engine, in the process from which the engine's
+    own is forked. Where it is spawned, the plugin does this (``KVTIER_TOPOLOGY``).
+    """
+    try:
+        weights.install(early_start.start_in_engine_process)
+    except Exception as error:  # the worker side reports that the weights are unknown
+        logger.exception("KVTier: cannot watch the loading of weights: %s", error)
+
+
+_watch_engine()
 
 
 class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
@@ -196,6 +212,14 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     @property
     def requires_kv_delivery(self) -> bool:
         """Returns False: a request that is preempted during a store loses nothing."""
+        return False
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Returns False. vLLM asks when it configures an engine, so tierd can start early."""
+        directory = str(extra_config.get("topology") or os.environ.get(TOPOLOGY_VARIABLE, ""))
+        if directory:
+            early_start.note_attached(directory, not envs.VLLM_ENABLE_V1_MULTIPROCESSING)
         return False
 
     # Worker side.
