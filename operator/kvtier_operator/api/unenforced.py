@@ -20,7 +20,7 @@ from kvtier_operator.api.policy import KVTierPolicy
 from kvtier_operator.api.settings import RolloutStrategy
 
 NOT_ENFORCED: Final[dict[str, str]] = {
-    "spec.monitoring.podMonitor": "no PodMonitor is created; enable the chart's monitors instead",
+    "spec.monitoring.podMonitor": "no PodMonitor is created; docs/monitoring.md has one to apply",
     "spec.tiers[].lookupTimeoutMilliseconds": "loadTimeoutSeconds includes the time of lookups",
 }
 """By path, what this version does instead. An entry for an object covers the fields in it."""
