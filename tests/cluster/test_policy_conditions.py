@@ -400,7 +400,7 @@ def test_a_policy_whose_structure_is_too_long_for_an_annotation_is_not_accepted(
     async def scenario() -> None:
         async with connect(cluster.kubeconfig, cluster.context) as client:
             namespace = await controllers.make_namespace(client, "long")
-            url = "redis://cache.serving:6379/" + "x" * 1900
+            url = "redis://" + "x" * 1900 + ":6379"
             tiers = [
                 {"name": f"remote-{number}", "lmcache": {"url": url, "capacity": "1Ti"}}
                 for number in range(7)

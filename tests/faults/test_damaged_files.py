@@ -166,8 +166,8 @@ def test_a_directory_over_its_capacity_is_reduced_before_any_write(
     tier = open_tier(tmp_path)
     for seed in range(20):
         tier.write(*make_object(seed))
-        # Times of files are no finer than a clock tick, in which several are written.
-        os.utime(path_of(tmp_path, make_object(seed)[0]), (1_000_000 + seed, 1_000_000 + seed))
+        # Among files of one minute the latest goes first: it may be the end of a prompt.
+        os.utime(path_of(tmp_path, make_object(seed)[0]), (1_000_000 + 60 * seed,) * 2)
     again = open_tier(tmp_path, capacity_bytes=100_000)
     assert again.usage().used_bytes > 100_000
     again.maintain()

@@ -261,6 +261,8 @@ class TransferThread:
                 self._outbox.flush()
         with self._wake:
             if not self._inputs and not self._closing and self._failure is None:
+                # Set first: a hook that adds copies after the look at them finds it set.
+                self._sleeping = True
                 timeout = self._timeout()
                 self._sleeping = timeout >= IDLE_SECONDS
                 self._wake.wait(timeout)
