@@ -14,6 +14,8 @@ from kvtier.harness.tiny_model import TinyLlama, prompt, write_llama
 
 CHUNKS = 4
 PROMPTS = [prompt(CHUNKS * CHUNK_TOKENS + 5, 950 + number) for number in range(3)]
+SHARED_MEMORY, SEGMENTS = Path("/dev/shm"), "vllm_dist_*-pp:*"
+"""Where vLLM's CPU stages exchange tensors. It leaves the segments behind."""
 ATTEMPTS = 5
 """A load that a busy machine delays beyond its time limit is computed instead."""
 REPAIR = '''\
@@ -64,6 +66,7 @@ def case(
     model = write_llama(scratch / f"{name}-model", TinyLlama(layers=3), seed=0)
     options = EngineOptions(daemon=Daemon.SIDECAR)
     case = EngineTestbed(scratch / name, model, pipeline_payload, options)
+    before = set(SHARED_MEMORY.glob(SEGMENTS))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_PP_LAYER_PARTITION", request.param)
         try:
@@ -73,6 +76,8 @@ def case(
             yield case
         finally:
             case.close()
+            for segment in set(SHARED_MEMORY.glob(SEGMENTS)) - before:
+                segment.unlink(missing_ok=True)
 
 
 def test_what_stages_of_unequal_size_stored_gives_the_same_tokens(case: EngineTestbed) -> None:
