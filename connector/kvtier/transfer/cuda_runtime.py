@@ -28,10 +28,11 @@ _PAGE_BYTES = 4096
 _REGISTER_PORTABLE = 1
 _CAPTURE_RELAXED = 2
 _BATCH_VERSION = 12080
+"""The version of the driver whose signature of ``cuMemcpyBatchAsync`` is called."""
 _SINGLE_VERSION = 12000
+"""The same for ``cuMemcpyAsync``."""
 LARGE_RANGE_BYTES = 8 << 20
 """Larger ranges are copied by one call each, which reaches the same rate and costs less."""
-"""The version of the driver whose signature of ``cuMemcpyBatchAsync`` is called."""
 _ACCESS_IN_STREAM_ORDER = 1
 
 

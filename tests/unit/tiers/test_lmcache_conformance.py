@@ -16,32 +16,6 @@ from kvtier.tiers.lmcache import LMCacheTier
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def child() -> Iterator[backends.ReusedChild]:
-    backends.require_lmcache()
-    child = backends.ReusedChild()
-    yield child
-    child.end()
-
-
-@pytest.fixture(scope="module")
-def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisProcess]:
-    backends.require_redis()
-    server = RedisProcess(tmp_path_factory.mktemp("redis"))
-    server.start()
-    yield server
-    server.kill()
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LMCacheProcess]:
-    backends.require_lmcache()
-    server = LMCacheProcess(tmp_path_factory.mktemp("lmcache"))
-    server.start()
-    yield server
-    server.kill()
-
-
 class LMCacheSuite(TierSuite):
     """``url`` and ``child`` come from fixtures, before ``make`` is called."""
 

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -60,23 +60,6 @@ def ignore(*_: object) -> None:
     return
 
 
-@pytest.fixture(scope="module")
-def child() -> Iterator[backends.ReusedChild]:
-    backends.require_lmcache()
-    child = backends.ReusedChild()
-    yield child
-    child.end()
-
-
-@pytest.fixture(scope="module")
-def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisProcess]:
-    backends.require_redis()
-    server = RedisProcess(tmp_path_factory.mktemp("redis"))
-    server.start()
-    yield server
-    server.kill()
-
-
 @pytest.fixture
 def empty_redis(redis: RedisProcess) -> RedisProcess:
     client = backends.RedisClient(redis.port)
@@ -84,15 +67,6 @@ def empty_redis(redis: RedisProcess) -> RedisProcess:
     client("FLUSHALL")
     client.close()
     return redis
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LMCacheProcess]:
-    backends.require_lmcache()
-    server = LMCacheProcess(tmp_path_factory.mktemp("lmcache"))
-    server.start()
-    yield server
-    server.kill()
 
 
 class TestPackage:
