@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.simulated_disk import SimulatedDisk
 
 from kvtier.config.models import FileSystemTierDocument
 from kvtier.errors import TierMinFreeError, TierNoSpaceError
@@ -13,7 +14,6 @@ from kvtier.testing.objects import make_object
 from kvtier.tiers.base import TierLimits
 from kvtier.tiers.filesystem import FileSystemTier
 from kvtier.tiers.filesystem.free_space import MAX_AGE_SECONDS
-from tests.support.simulated_disk import SimulatedDisk
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -181,9 +181,13 @@ def test_a_file_system_without_a_size_is_refused(world: World) -> None:
 def test_files_that_are_being_written_count(world: World) -> None:
     # 48 MiB may be used: three writers of 20 MiB at a time are one too many.
     space = world.tier._free_space
-    with space.admit(20 * MIB), space.admit(20 * MIB):
-        with pytest.raises(TierMinFreeError), space.admit(20 * MIB):
-            pass
+    with (
+        space.admit(20 * MIB),
+        space.admit(20 * MIB),
+        pytest.raises(TierMinFreeError),
+        space.admit(20 * MIB),
+    ):
+        pass
     world.clock.now += MAX_AGE_SECONDS
     with space.admit(20 * MIB):
         pass
