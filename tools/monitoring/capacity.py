@@ -45,6 +45,7 @@ CAPACITY = Board(
                         "{{namespace}}/{{policy}} {{tier}}",
                     ),
                 ),
+                "KVTierCapacityExceedsDisk",
             ),
             Panel(
                 "Objects",
@@ -59,7 +60,7 @@ CAPACITY = Board(
             ),
             Panel(
                 "Free space of file systems",
-                "Free share of the file system that a tier is on, and what minFree keeps free of it.",
+                "Free share of the file system that a tier is on, and what minFree keeps free.",
                 "percentunit",
                 (
                     Query(

@@ -106,8 +106,8 @@ class HitCounters:
 
 STATES = ("Healthy", "Degraded", "BreakerOpen", "Unknown")
 CONDITIONS = (
-    "CapacityExceedsDisk", "Draining", "HttpNotServed", "HttpPortTaken", "LiveValuesRefused", "MinFreeReached",
-    "PoolMissing", "PoolSmaller",
+    "CapacityExceedsDisk", "Draining", "HttpNotServed", "HttpPortTaken", "LiveValuesRefused",
+    "MinFreeReached", "PoolMissing", "PoolSmaller",
     "StorageGroupMissing", "StructuralChanged", "TierNotServed", "TierdNotRunning",
     "TopologyNotAccepted",
 )  # fmt: skip
