@@ -133,7 +133,7 @@ class TierSnapshot:
     """Size of the file system that the tier is on; 0 while it is unknown."""
     volume_available_bytes: int = 0
     min_free_bytes: int = 0
-    """What stays free on the file system, whoever uses it."""
+    """What stays free on the file system, whatever uses it."""
     hit_tokens: int = 0
     """Prompt tokens that were loaded from it in the last five minutes."""
     hit_tokens_total: int = 0
@@ -262,7 +262,7 @@ class _SnapshotCollector(Collector):
         )
         min_free = GaugeMetricFamily(
             "kvtier_tier_min_free_bytes",
-            "Bytes that stay free on a tier's file system, whoever uses it.",
+            "Bytes that stay free on a tier's file system, whatever uses it.",
             labels=["tier"],
         )
         state = GaugeMetricFamily(

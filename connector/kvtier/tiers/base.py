@@ -94,7 +94,7 @@ class TierLimits:
 
     ``load_timeout_seconds``: how long a load from this tier may take. A tier that can end a read
     ends it then. ``min_free_bytes``, ``min_free_percent``: what stays free on the file system,
-    whoever uses it; the larger of both.
+    whatever uses it; the larger of both.
     """
 
     capacity_bytes: int

@@ -164,7 +164,7 @@ class FileSystemTierSpec(Model):
         LIVE,
         Field(
             description=(
-                "Space that stays free on the file system, whoever uses it: a size, or a "
+                "Space that stays free on the file system, whatever uses it: a size, or a "
                 "percentage of the file system. The tier evicts its objects and stops storing to "
                 "leave it. Defaults to 15% for hostPath and for emptyDir on disk, because the "
                 "kubelet evicts pods from a node whose disk is 85 to 90% full, and to 0 otherwise."

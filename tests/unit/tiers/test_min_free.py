@@ -1,4 +1,4 @@
-"""``minFree``: room that stays free on the file system of a file tier, whoever uses it."""
+"""``minFree``: room that stays free on the file system of a file tier, whatever uses it."""
 
 import errno
 import os

@@ -24,7 +24,7 @@ from kvtier.errors import TierMinFreeError
 from kvtier.tiers.base import TierLimits
 
 MAX_AGE_SECONDS = 1.0
-MIN_AGE_SECONDS = 0.1
+MIN_AGE_SECONDS = 0.02
 
 
 @dataclass(frozen=True, slots=True)
