@@ -69,7 +69,7 @@ def test_another_commit_is_not_taken_for_the_pinned_one(
     options: SourceOptions, scratch: Path
 ) -> None:
     other = SourceOptions(options.cache, options.repository, "1" * 40)
-    with pytest.raises(SourceUnavailableError, match="1{40}|not our ref"):
+    with pytest.raises(SourceUnavailableError, match="not our ref"):
         atom_source(scratch, other)
     assert list(options.cache.iterdir()) == []
 
