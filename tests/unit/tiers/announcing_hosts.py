@@ -64,9 +64,7 @@ class Hosts:
                 f"kvtier.tiers.filesystem.{module}.in_this_process", lambda _: False
             )
 
-    def make(
-        self, limits: TierLimits | None = None, keys: KeySet | None = None
-    ) -> AnnouncingHost:
+    def make(self, limits: TierLimits | None = None, keys: KeySet | None = None) -> AnnouncingHost:
         host = AnnouncingHost(self.root, limits or TierLimits(64 * MIB), keys)
         self.hosts.append(host)
         return host
@@ -104,7 +102,7 @@ class Hosts:
             {
                 reason: count
                 for (name, reason), count in host.tier._announcements.counts().items()
-                if name == "announcements_lost"
+                if name == "tier_announcements_lost"
             }
         )
 

@@ -33,6 +33,7 @@ from kvtier.tiers.isolation_keys import make_key_set
 MIB, GIB = 1 << 20, 1 << 30
 MODES = Modes(0o640, 0o750, None)
 
+
 @pytest.fixture
 def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hosts:
     return Hosts(tmp_path / "tier", monkeypatch)
@@ -312,7 +313,7 @@ def test_what_waits_is_bounded() -> None:
     announcements = Announcements(True)
     for seed in range(MAX_PENDING + 3):
         announcements.published(NAMESPACE, seed.to_bytes(4, "big"), 8192)
-    assert announcements.counts() == {("announcements_lost", "not_sent"): 3}
+    assert announcements.counts() == {("tier_announcements_lost", "not_sent"): 3}
     assert len(announcements.take(MAX_PENDING + 3)) == MAX_PENDING
 
 
@@ -396,7 +397,9 @@ def test_a_scan_finds_what_a_damaged_log_has_lost(hosts: Hosts, which: str, dama
     hosts.announce()
     leaders = which == "the leader's log"
     path = (
-        term_path(first.root, first.janitor_term) if leaders else second.tier.maintenance.writer.path
+        term_path(first.root, first.janitor_term)
+        if leaders
+        else second.tier.maintenance.writer.path
     )
     assert path is not None
     hosts.store(second, 2)

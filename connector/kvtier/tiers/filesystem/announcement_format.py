@@ -9,7 +9,8 @@ keys (``isolation.keySecretRef``), that a holder of the keys has made it: it is 
 current one, and the frame names it. An announcement is a hint in any case: an object is verified
 when it is read. A frame that is not accepted costs misses until the next scan.
 
-Block: magic (8), log id (8), number (8), blocks in the log (4), used bytes (4), digest (16), frames.
+Block: magic (8), log id (8), number (8), blocks in the log (4), used bytes (4), digest (16),
+frames.
 Frame: size (2), version (1), length of the key id (1), entries (2), zeros (2), writer (8), number
 (8), digest (16), key id, entries. Entry: flags (1), length of the key (1), size in units of 4 KiB
 (4), namespace (16, unless it is that of the entry before), key. Numbers are little-endian.

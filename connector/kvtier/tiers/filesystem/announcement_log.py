@@ -3,8 +3,8 @@
 One thread per shared tier runs ``run_once`` a few times a second: it appends what this process has
 published and removed to its own log, and applies what others have announced to the index. The
 leader copies the frames of all writers into its log as they are, so it can neither change nor add
-any where the tier has keys. A writer's frames are numbered: whoever meets one again, in the log of
-a new leader, passes over it.
+any where the tier has keys. A writer's frames are numbered: a reader that meets one again, in the
+log of a new leader, passes over it.
 
 Nothing here is under a lock of the maintenance, and a call that hangs delays announcements only.
 """
@@ -161,7 +161,7 @@ class AnnouncementLog:
             frames = encode_frames(entries, self._writer_id, self._next_frame, self._keys())
         except TierError:
             # Without keys nothing is stored either.
-            self._shared.count("announcements_lost", "not_sent", len(entries))
+            self._shared.count("tier_announcements_lost", "not_sent", len(entries))
             return []
         # Numbers are not used again: a part of the frames may be written.
         self._next_frame += len(frames)
@@ -177,7 +177,7 @@ class AnnouncementLog:
             raise
         finally:
             self._shared.note_written(False, role.path, self._own.number)
-        self._shared.count("announcements", "sent", len(entries))
+        self._shared.count("tier_announcements", "sent", len(entries))
         return frames
 
     # The leader.
@@ -205,7 +205,7 @@ class AnnouncementLog:
             self._to_copy += found
         if len(self._to_copy) > _MAX_COPIED:
             # Followers see that a block is missing, and scan.
-            self._shared.count("announcements_lost", "not_sent")
+            self._shared.count("tier_announcements_lost", "not_sent")
             del self._to_copy[:-_MAX_COPIED]
             self._leader.number += 1
         if not self._to_copy or self._term_path is None:
@@ -240,7 +240,7 @@ class AnnouncementLog:
             return
         for entry in frame.entries:
             self._apply_entry(entry)
-        self._shared.count("announcements", "received", len(frame.entries))
+        self._shared.count("tier_announcements", "received", len(frame.entries))
 
     def _is_known(self, frame: Frame) -> bool:
         if frame.writer == self._writer_id:

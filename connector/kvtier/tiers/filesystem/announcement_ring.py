@@ -1,9 +1,9 @@
 """A log of announcements in one file of fixed size, whose oldest blocks are overwritten.
 
 Block n is at place n modulo the number of blocks. A reader knows the next number that it expects,
-so a poll that finds nothing new reads a few blocks at one place. Whoever has fallen behind by more
-than the log holds, or finds it deleted, cut or damaged, counts the loss and goes on with what is
-there; a scan finds what was missed.
+so a poll that finds nothing new reads a few blocks at one place. A reader that has fallen behind by
+more than the log holds, or finds it deleted, cut or damaged, counts the loss and goes on with what
+is there; a scan finds what was missed.
 
 The file is opened for each poll and closed again. An open file that another process of the same NFS
 client removes would stay in its directory under another name, and that directory could not be
@@ -40,7 +40,7 @@ _MAX_AHEAD = 1 << 16
 
 class LogWriter:
     """Appends to one log. One thread; raises ``OSError``. ``number``: of the next block; it goes on
-    when the file is created anew."""
+    when the file is created again."""
 
     def __init__(self, number: int = 0) -> None:
         self.number = number
@@ -146,9 +146,7 @@ class LogReader:
         self._next = block.number + 1
         self._log_id, self._blocks = block.log_id, block.blocks
 
-    def _read_on(
-        self, descriptor: int, expected: int, max_blocks: int
-    ) -> tuple[list[bytes], str]:
+    def _read_on(self, descriptor: int, expected: int, max_blocks: int) -> tuple[list[bytes], str]:
         """The frames from the next number on, and why the log cannot be followed from there, if it
         cannot."""
         frames: list[bytes] = []

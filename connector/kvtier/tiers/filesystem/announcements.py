@@ -5,8 +5,8 @@ maintenance publishes the role of this process here. ``announcement_log`` does t
 
 Every writer appends to a log in its own directory. The leader reads these logs and copies what is
 new into one log beside its ledger, which all others follow. So a process makes the same few calls a
-second however many others there are, and only the leader's grow with their number. Nobody announces
-where the leader does not set bytes aside for logs: a leader of an earlier release, a directory that
+second however many others there are, and only the leader's grow with their number. No process
+announces where the leader does not set bytes aside for logs: a leader of an earlier release, a directory that
 is too small, a tier of one process.
 """
 
@@ -134,7 +134,7 @@ class Announcements:
             return
         with self._lock:
             if len(self._pending) >= MAX_PENDING:
-                self._counts["announcements_lost", "not_sent"] += 1
+                self._counts["tier_announcements_lost", "not_sent"] += 1
                 return
             self._pending.append(entry)
         self.wake.set()
@@ -150,7 +150,7 @@ class Announcements:
             self._pending.extendleft(reversed(entries))
 
     def clear(self) -> None:
-        """Drops what waits, because nobody announces in this directory."""
+        """Drops what waits, because there are no logs in this directory."""
         with self._lock:
             self._pending.clear()
 
@@ -193,7 +193,7 @@ class Announcements:
         """Announcements of others were lost or not accepted."""
         with self._lock:
             self._losses += 1
-            self._counts["announcements_lost", reason] += count
+            self._counts["tier_announcements_lost", reason] += count
 
     def count(self, name: str, reason: str, count: int = 1) -> None:
         """Adds to a counter."""

@@ -21,7 +21,7 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -220,6 +220,10 @@ class FileSystemTier(Tier):
     def volume(self) -> tuple[int, int]:
         """Size and free bytes of its file system."""
         return self._volume
+
+    def counts(self) -> Mapping[tuple[str, str], int]:
+        """What was announced, and which announcements of others were lost."""
+        return self._announcements.counts()
 
     def touch(self, ref: ObjectRef, previous: bytes = b"") -> None:
         """Makes the object the most recently used."""
