@@ -17,7 +17,7 @@ from kvtier.testing.objects import NAMESPACE, buffer, make_object
 from kvtier.tiers.base import TierLimits
 from kvtier.tiers.filesystem.announcement_format import (
     BLOCK_BYTES,
-    Entry,
+    Announcement,
     RejectedError,
     decode_block,
     decode_frame,
@@ -44,8 +44,8 @@ OTHER_KEYS = make_key_set({"a": b"x" * 32})
 BOTH_KEYS = make_key_set({"a": b"k" * 32, "b": b"y" * 32, "current": b"b"})
 
 
-def entry(seed: int, size_bytes: int = 8192, previous: bytes = b"") -> Entry:
-    return Entry(NAMESPACE, seed.to_bytes(33, "big"), size_bytes, previous)
+def entry(seed: int, size_bytes: int = 8192, previous: bytes = b"") -> Announcement:
+    return Announcement(NAMESPACE, seed.to_bytes(33, "big"), size_bytes, previous)
 
 
 # The format.
@@ -55,7 +55,7 @@ def test_entries_come_back_as_they_were_whatever_their_number() -> None:
     entries = [
         entry(1),
         entry(2, previous=entry(1).key),
-        Entry("f" * 32, b"k", 1 << 33),
+        Announcement("f" * 32, b"k", 1 << 33),
         entry(3, 0),
         *(entry(seed, previous=entry(seed - 1).key) for seed in range(5, 500)),
     ]
@@ -522,7 +522,9 @@ def test_where_objects_carry_tags_a_planted_announcement_is_not_accepted(hosts: 
     path = term_path(first.root, first.janitor_term) / ANNOUNCEMENTS
     planter = LogWriter(first.tier._announcements.written(True, path.parent))
     for keys in (None, OTHER_KEYS):
-        frames = encode_frames([entry(7), Entry(NAMESPACE, make_object(1)[0].key, 0)], 5, 0, keys)
+        frames = encode_frames(
+            [entry(7), Announcement(NAMESPACE, make_object(1)[0].key, 0)], 5, 0, keys
+        )
         planter.append(path, 256, MODES, frames)
     second.tier.announcement_log.run_once()
     assert not second.tier.contains(make_object(7)[0])

@@ -47,7 +47,7 @@ _DOMAIN = b"kvtier announcements v1"
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class Announcement:
     """One object that was published, or removed (``size_bytes`` 0). ``previous``: key of the object
     before it in its prefix; empty if that is not known."""
 
@@ -63,7 +63,7 @@ class Frame:
 
     writer: int
     number: int
-    entries: tuple[Entry, ...]
+    entries: tuple[Announcement, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class RejectedError(Exception):
 # Frames.
 
 
-def _encode_entry(entry: Entry, before: Entry | None) -> bytes:
+def _encode_entry(entry: Announcement, before: Announcement | None) -> bytes:
     flags = _PRESENT if entry.size_bytes else 0
     namespace = b""
     if before is not None and before.namespace == entry.namespace:
@@ -102,7 +102,7 @@ def _encode_entry(entry: Entry, before: Entry | None) -> bytes:
 
 
 def encode_frames(
-    entries: Iterable[Entry], writer: int, first_number: int, keys: KeySet | None
+    entries: Iterable[Announcement], writer: int, first_number: int, keys: KeySet | None
 ) -> list[bytes]:
     """The entries as frames that fit a block, numbered from ``first_number``."""
     key_id = b"" if keys is None else keys.current.id.encode()
@@ -171,9 +171,9 @@ def _tag_key(key_id: bytes, keys: KeySet | None) -> bytes | None:
     return key.tag_key
 
 
-def _decode_entries(body: bytes, count: int) -> Iterator[Entry]:
+def _decode_entries(body: bytes, count: int) -> Iterator[Announcement]:
     position = 0
-    before: Entry | None = None
+    before: Announcement | None = None
     for _ in range(count):
         if position + _ENTRY.size > len(body):
             raise RejectedError("invalid")
@@ -197,7 +197,7 @@ def _decode_entries(body: bytes, count: int) -> Iterator[Entry]:
         ):
             raise RejectedError("invalid")
         previous = before.key if flags & _FOLLOWS and before is not None else b""
-        before = Entry(namespace, key, units * ALIGNMENT_BYTES if present else 0, previous)
+        before = Announcement(namespace, key, units * ALIGNMENT_BYTES if present else 0, previous)
         yield before
 
 

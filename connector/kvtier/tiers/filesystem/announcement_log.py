@@ -21,7 +21,7 @@ from pathlib import Path
 
 from kvtier.errors import TierError
 from kvtier.tiers.filesystem.announcement_format import (
-    Entry,
+    Announcement,
     Frame,
     RejectedError,
     decode_frame,
@@ -251,7 +251,7 @@ class AnnouncementLog:
             self._numbers.popitem(last=False)
         return frame.number <= last
 
-    def _apply_entry(self, entry: Entry) -> None:
+    def _apply_entry(self, entry: Announcement) -> None:
         directory = self._directory
         if not entry.size_bytes:
             directory.drop(entry.namespace, entry.key)

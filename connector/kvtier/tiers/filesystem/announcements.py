@@ -6,8 +6,8 @@ maintenance publishes the role of this process here. ``announcement_log`` does t
 Every writer appends to a log in its own directory. The leader reads these logs and copies what is
 new into one log beside its ledger, which all others follow. So a process makes the same few calls a
 second however many others there are, and only the leader's grow with their number. No process
-announces where the leader does not set bytes aside for logs: a leader of an earlier release, a directory that
-is too small, a tier of one process.
+announces where the leader does not set bytes aside for logs: under a leader of an earlier release,
+in a directory that is too small, or in a tier of one process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvtier.tiers.filesystem.announcement_format import BLOCK_BYTES, MAX_BLOCKS, Entry
+from kvtier.tiers.filesystem.announcement_format import BLOCK_BYTES, MAX_BLOCKS, Announcement
 
 MAX_PENDING = 65_536
 """Announcements that wait to be written. More are lost, and found by the leader's next scan."""
@@ -113,7 +113,7 @@ class Announcements:
         self._written: dict[bool, tuple[Path | None, int]] = {}
         self._followed_at = float("-inf")
         self._lock = threading.Lock()
-        self._pending: deque[Entry] = deque()
+        self._pending: deque[Announcement] = deque()
         self._losses = 0
         self._repaired = 0
         self._counts: Counter[tuple[str, str]] = Counter()
@@ -122,13 +122,13 @@ class Announcements:
 
     def published(self, namespace: str, key: bytes, size_bytes: int, previous: bytes = b"") -> None:
         """An object has its final name. ``previous``: key of the object before it in its prefix."""
-        self._put(Entry(namespace, key, size_bytes, previous))
+        self._put(Announcement(namespace, key, size_bytes, previous))
 
     def removed(self, namespace: str, key: bytes) -> None:
         """An object's file was removed."""
-        self._put(Entry(namespace, key, 0))
+        self._put(Announcement(namespace, key, 0))
 
-    def _put(self, entry: Entry) -> None:
+    def _put(self, entry: Announcement) -> None:
         if not self.enabled or (not self.role.writer_blocks and self.role.term_path is not None):
             # The leader sets no bytes aside for logs.
             return
@@ -139,12 +139,12 @@ class Announcements:
             self._pending.append(entry)
         self.wake.set()
 
-    def take(self, limit: int) -> list[Entry]:
+    def take(self, limit: int) -> list[Announcement]:
         """The oldest entries that wait, ``limit`` at most."""
         with self._lock:
             return [self._pending.popleft() for _ in range(min(limit, len(self._pending)))]
 
-    def restore(self, entries: list[Entry]) -> None:
+    def restore(self, entries: list[Announcement]) -> None:
         """Puts back entries that could not be written."""
         with self._lock:
             self._pending.extendleft(reversed(entries))
