@@ -20,4 +20,4 @@ def test_the_chart_is_installed_upgraded_rolled_back_and_uninstalled(
     steps: list[str] = []
     with charts.Release(node_cluster.kubeconfig, node_cluster.context) as release:
         chart_lifecycle.Lifecycle(node_cluster, release, steps.append).run()
-    assert len(steps) == 5
+    assert len(steps) == 4
