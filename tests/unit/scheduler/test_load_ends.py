@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.unit.scheduler.scheduler_testbed import CHUNK, DISK, FakeRequest, SchedulerTestbed
 
-from kvtier.engines.vllm.metadata import LoadJob
+from kvtier.engines.common.jobs import LoadJob
 from kvtier.tierd.wire import Promote
 
 

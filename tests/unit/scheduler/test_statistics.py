@@ -202,7 +202,8 @@ NOT_EVENTS = ("loaded_bytes", "stored_bytes", "loads_whole", "stores_delivered")
 
 def counted() -> Iterator[tuple[str, str]]:
     """Counter and label value of each place in the connector that counts."""
-    for path in sorted(Path(counters.__file__).parent.glob("*.py")):
+    folder = Path(counters.__file__).parent
+    for path in sorted([*folder.glob("*.py"), *folder.with_name("common").glob("*.py")]):
         for node in ast.walk(ast.parse(path.read_text())):
             yield from _counted_by(node)
 

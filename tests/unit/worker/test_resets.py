@@ -13,9 +13,9 @@ from tests.unit.worker.worker_testbeds import (
     wait_until,
 )
 
+from kvtier.engines.common.worker_transfers import IDENTITY_CHANGED
 from kvtier.engines.vllm import weights
 from kvtier.engines.vllm.metadata import StepMetadata
-from kvtier.engines.vllm.worker_transfers import IDENTITY_CHANGED
 from kvtier.tierd.wire import Abort, Deliver
 
 A, B = (1, 2, 3, 4), (5, 6, 7, 8)

@@ -22,14 +22,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvtier.engines.common.lora import AdapterDigests
+from kvtier.engines.common.request_state import GROUP, RequestState
+from kvtier.engines.common.scheduler_stores import BlockPool, SchedulerStores
+from kvtier.engines.common.tierd_session import TierdSession
 from kvtier.engines.vllm.cost_estimates import PrefillEstimator, StepTokens
-from kvtier.engines.vllm.lora import AdapterDigests
 from kvtier.engines.vllm.metadata import StepMetadata, WorkerReport
 from kvtier.engines.vllm.metrics import KVTierStats
-from kvtier.engines.vllm.request_state import GROUP, RequestState
 from kvtier.engines.vllm.scheduler_loads import LoadCounts, SchedulerLoads
-from kvtier.engines.vllm.scheduler_stores import BlockPool, SchedulerStores
-from kvtier.engines.vllm.tierd_session import TierdSession
 from kvtier.engines.vllm.weights_state import WeightsState
 from kvtier.planner import Planner
 from kvtier.tierd.wire import Heartbeat, Promoted

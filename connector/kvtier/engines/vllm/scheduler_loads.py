@@ -22,10 +22,10 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from kvtier.config.models import Selection
+from kvtier.engines.common.jobs import BlockRun, LoadJob, LoadResult
+from kvtier.engines.common.request_state import CachedMatch, PendingPromotion, RequestState
+from kvtier.engines.common.tierd_session import TierdSession
 from kvtier.engines.vllm.cost_estimates import CopyEstimator, PrefillEstimator
-from kvtier.engines.vllm.metadata import BlockRun, LoadJob, LoadResult
-from kvtier.engines.vllm.request_state import CachedMatch, PendingPromotion, RequestState
-from kvtier.engines.vllm.tierd_session import TierdSession
 from kvtier.planner import Planner
 from kvtier.store.cost_model import Prefill
 from kvtier.store.generations import unpack_location

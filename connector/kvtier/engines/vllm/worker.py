@@ -23,11 +23,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvtier.config.models import Daemon, Structural
-from kvtier.engines.vllm import weights
-from kvtier.engines.vllm.config import engine_name
-from kvtier.engines.vllm.metadata import StepMetadata, WorkerReport
-from kvtier.engines.vllm.worker_pool import HostPoolMapper
-from kvtier.engines.vllm.worker_state import (
+from kvtier.engines.common.worker_pool import HostPoolMapper
+from kvtier.engines.common.worker_state import (
     CompletionQueue,
     Completions,
     Counters,
@@ -36,7 +33,10 @@ from kvtier.engines.vllm.worker_state import (
     SlotGenerations,
     WorkerClient,
 )
-from kvtier.engines.vllm.worker_thread import TransferThread
+from kvtier.engines.common.worker_thread import TransferThread
+from kvtier.engines.vllm import weights
+from kvtier.engines.vllm.config import engine_name
+from kvtier.engines.vllm.metadata import StepMetadata, WorkerReport
 from kvtier.errors import KVTierError
 from kvtier.processes import own_identity
 from kvtier.tierd.client import ClientOptions, TierdClient

@@ -23,10 +23,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtier.engines.vllm.metadata import LoadJob, StoreJob
-from kvtier.engines.vllm.worker_pool import HostPoolMapper, PoolReady
-from kvtier.engines.vllm.worker_state import RankContext, WorkerClient, WorkerOutbox
-from kvtier.engines.vllm.worker_transfers import WorkerLoads, WorkerStores
+from kvtier.engines.common.jobs import LoadJob, StoreJob
+from kvtier.engines.common.worker_pool import HostPoolMapper, PoolReady
+from kvtier.engines.common.worker_state import RankContext, WorkerClient, WorkerOutbox
+from kvtier.engines.common.worker_transfers import WorkerLoads, WorkerStores
 from kvtier.tierd.wire import Message, Ready, SessionRefused, Welcome
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from blake3 import blake3
 
 from kvtier import keys
-from kvtier.engines.vllm.lora import AdapterDigests
+from kvtier.engines.common.lora import AdapterDigests
 from kvtier.planner import Frontier
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from kvtier.config.loader import merge_live
 from kvtier.config.models import Daemon, Live, LiveTier, Topology
-from kvtier.engines.vllm.identity import EngineIdentity
+from kvtier.engines.common.model_identity import EngineIdentity
 from kvtier.planner import Planner
 from kvtier.processes import own_identity
 from kvtier.tierd.client import ClientOptions, TierdClient

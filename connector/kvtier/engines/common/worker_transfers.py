@@ -20,8 +20,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvtier.engines.vllm.metadata import LoadJob, LoadResult, StoreJob
-from kvtier.engines.vllm.worker_state import LoadEnd, RankContext
+from kvtier.engines.common.jobs import LoadJob, LoadResult, StoreJob
+from kvtier.engines.common.worker_state import LoadEnd, RankContext
 from kvtier.tierd.wire import Abort, Deliver, Message
 from kvtier.transfer.engine import Copy, CopyError, CopyHandle, Direction
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvtier.engines.vllm.metadata import BlockRun, LoadJob, LoadResult
+from kvtier.engines.common.jobs import BlockRun, LoadJob, LoadResult
 from kvtier.store.generations import PAGE_SHIFT
 from kvtier.tierd.wire import Message, Ready
 from kvtier.tiers.base import ALIGNMENT_BYTES
