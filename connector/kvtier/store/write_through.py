@@ -23,8 +23,9 @@ from kvtier.config.models import StorePolicy
 from kvtier.store.context import StoreContext, Timer
 from kvtier.store.executor import IoCall
 from kvtier.store.memory_tier import ResidentObjects
-from kvtier.store.secondary_tier import SecondaryTier, SecondaryTiers, WriteBudget, reason_of
+from kvtier.store.secondary_tier import SecondaryTiers, WriteBudget, reason_of
 from kvtier.store.state import Entry
+from kvtier.store.tier_group import SecondaryTier
 from kvtier.tiers.base import ObjectMeta, aligned
 from kvtier.tiers.checksum import Checksum
 
@@ -92,6 +93,10 @@ class _Backlog:
                 return entry
         return None
 
+    def clear(self) -> None:
+        """Removes everything, because it is written elsewhere."""
+        self._waiting.clear()
+
     def remove(self, entry: Entry) -> None:
         """Removes an object that is written or hashed now."""
         self._waiting.pop(entry, None)
@@ -111,14 +116,14 @@ class WriteThrough:
         self._resident = resident
         self._tiers = tiers
         self._max_pinned_bytes = max_pinned_bytes
-        self._writes: dict[tuple[int, Entry], IoCall] = {}
+        self._writes: dict[tuple[SecondaryTier, Entry], IoCall] = {}
         self._backlogs = {
-            secondary.index: _Backlog(
+            secondary: _Backlog(
                 resident, partial(context.count, "tier_writes_dropped", secondary.name, "evicted")
             )
             for secondary in tiers.all
         }
-        self._budgets = {secondary.index: WriteBudget(context.clock) for secondary in tiers.all}
+        self._budgets = {group.index: WriteBudget(context.clock) for group in tiers.groups}
         self._budget_timers: dict[int, Timer] = {}
         """By tier: when the budget allows the next write of the backlog."""
         self._missing: Iterator[Entry] | None = None
@@ -162,16 +167,16 @@ class WriteThrough:
         meta = entry.meta
         if meta is None or not entry.persistent:
             return
-        for secondary in self._tiers.all:
-            policy = secondary.settings.store_policy
+        for group in self._tiers.groups:
+            policy = group.settings.store_policy
             if (
-                entry.busy & secondary.bit
+                entry.busy & group.bit
                 or policy is StorePolicy.NONE
                 or (policy is StorePolicy.REUSED and entry.uses < 2)
-                or secondary.tier.contains(entry.ref)
+                or group.tier.contains(entry.ref)
             ):
                 continue
-            self._write(secondary, entry, meta)
+            self._write(self._tiers.target(group, entry.ref), entry, meta)
 
     def _write_missing(self) -> None:
         """A tier has become available. Writes what was stored before, which would otherwise wait
@@ -187,7 +192,7 @@ class WriteThrough:
             refused == "too_many_pending" and secondary.pending_store_bytes
         )
         if waits:
-            if self._backlogs[secondary.index].add(entry):
+            if self._backlogs[secondary].add(entry):
                 context.count("tier_writes_postponed", secondary.name, refused)
             self._await_budget(secondary)
             return
@@ -201,8 +206,8 @@ class WriteThrough:
             meta = replace(meta, previous=entry.previous)
         work = partial(secondary.tier.write, entry.ref, context.view(entry.slot.offset, size), meta)
         call = IoCall(context.clock, work, partial(self._written, secondary, entry, size))
-        self._writes[secondary.index, entry] = call
-        call.submit(context.io, f"write:{secondary.name}")
+        self._writes[secondary, entry] = call
+        call.submit(context.io, f"write:{secondary.lane}")
 
     def _refused(self, secondary: SecondaryTier, size: int) -> str:
         """Why the tier takes no further write of ``size`` bytes; empty, with the budget charged, if
@@ -216,6 +221,8 @@ class WriteThrough:
 
     def _has_room(self, secondary: SecondaryTier, size: int) -> bool:
         bound = min(secondary.settings.max_pending_store_bytes, self._max_pinned_bytes)
+        # A volume that hangs must not use what the others may have pending.
+        bound //= len(self._tiers.group_of(secondary).members)
         return secondary.pending_store_bytes + size <= bound
 
     def _written(
@@ -240,7 +247,7 @@ class WriteThrough:
 
     def _draw(self, secondary: SecondaryTier) -> None:
         """Starts writes of the backlog for which the tier has room again."""
-        backlog = self._backlogs[secondary.index]
+        backlog = self._backlogs[secondary]
         while secondary.usable and (entry := backlog.first()) is not None:
             size = 0 if entry.meta is None else entry.meta.payload_bytes
             if secondary.pending_store_bytes and not self._has_room(secondary, size):
@@ -260,7 +267,8 @@ class WriteThrough:
 
             def draw() -> None:
                 self._budget_timers.pop(secondary.index, None)
-                self._draw(secondary)
+                for member in self._tiers.group_of(secondary).members:
+                    self._draw(member)
 
             self._budget_timers[secondary.index] = self._context.timers.at(
                 self._context.clock() + seconds, draw
@@ -273,18 +281,22 @@ class WriteThrough:
             timer.cancel()
 
     def _release(self, secondary: SecondaryTier, entry: Entry, size: int) -> None:
-        del self._writes[secondary.index, entry]
+        del self._writes[secondary, entry]
         secondary.pending_store_bytes -= size
         entry.busy &= ~secondary.bit
         self._resident.unpin(entry)
 
     def _suspend_tier(self, secondary: SecondaryTier) -> None:
-        """Drops the writes to this tier that have not started."""
-        for (index, entry), call in list(self._writes.items()):
-            if index == secondary.index and entry.meta is not None and call.revoke():
+        """Drops the writes to this tier that have not started. Other volumes of the tier take what
+        lies in RAM."""
+        for (member, entry), call in list(self._writes.items()):
+            if member is secondary and entry.meta is not None and call.revoke():
                 self._context.count("tier_writes_dropped", secondary.name, "breaker")
-                self._budgets[index].give_back(entry.meta.payload_bytes)
+                self._budgets[secondary.index].give_back(entry.meta.payload_bytes)
                 self._release(secondary, entry, entry.meta.payload_bytes)
+        if self._tiers.group_of(secondary).usable:
+            self._backlogs[secondary].clear()
+            self._write_missing()
 
 
 class Checksummer:

@@ -18,8 +18,8 @@ from pathlib import Path
 from kvtier import __version__
 from kvtier.config.models import Daemon, Live, LiveTier, Structural
 from kvtier.files import replace_file, volume_bytes
-from kvtier.store.secondary_tier import StoreTierState, limits_of
 from kvtier.store.store import TierStore
+from kvtier.store.tier_group import StoreTierState, limits_of
 from kvtier.store.types import StoreCounters
 from kvtier.tierd.host_pool import PoolFile
 from kvtier.tierd.http import Authorizer, HttpResponse, HttpServer, Route, text_response
