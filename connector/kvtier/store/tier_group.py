@@ -66,6 +66,7 @@ class StoreTierState:
     late_reads: int = 0
     volume_bytes: int = 0
     volume_available_bytes: int = 0
+    volumes: tuple[StoreTierState, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,9 +47,9 @@ class _Predecessors:
         self._none = (b"",) * volumes
         self._nearest: OrderedDict[ObjectRef, tuple[bytes, ...]] = OrderedDict()
 
-    def note(self, ref: ObjectRef, volume: int, previous: bytes) -> bytes:
-        """The object is in this volume. Returns the nearest predecessor there, ``previous`` itself
-        if none is known."""
+    def note(self, ref: ObjectRef, volume: int, previous: bytes) -> bytes | None:
+        """The object is in this volume. Returns the nearest predecessor there, empty if there is
+        none, and None if that is not known."""
         with self._lock:
             before = self._nearest.get(ObjectRef(ref.namespace, previous)) if previous else None
             nearest = list(before or self._none)
@@ -59,7 +59,7 @@ class _Predecessors:
             self._nearest.move_to_end(ref)
             if len(self._nearest) > MAX_REMEMBERED:
                 self._nearest.popitem(last=False)
-        return found or previous
+        return None if before is None and previous else found
 
 
 class _Volume(Tier):
@@ -73,12 +73,19 @@ class _Volume(Tier):
         self._predecessors = predecessors
 
     def write(self, ref: ObjectRef, payload: memoryview, meta: ObjectMeta) -> None:
-        previous = self._predecessors.note(ref, self._position, meta.previous)
-        self.inner.write(ref, payload, replace(meta, previous=previous))
+        self.inner.write(ref, payload, replace(meta, previous=self._nearest(ref, meta.previous)))
 
     def touch(self, ref: ObjectRef, previous: bytes = b"") -> None:
         if self.inner.contains(ref):
-            self.inner.touch(ref, self._predecessors.note(ref, self._position, previous))
+            self.inner.touch(ref, self._nearest(ref, previous))
+
+    def _nearest(self, ref: ObjectRef, previous: bytes) -> bytes:
+        """A predecessor that is in this volume. To the volume, an object whose predecessor it
+        lacks is of no use, so one in another volume is not named."""
+        found = self._predecessors.note(ref, self._position, previous)
+        if found is not None:
+            return found
+        return previous if self.inner.contains(ObjectRef(ref.namespace, previous)) else b""
 
     def open(self, on_change: OnChange) -> None:
         self.inner.open(on_change)
