@@ -178,7 +178,7 @@ GROUPS: dict[str, tuple[Alert, ...]] = {
             f"Volume {{{{ $labels.volume }}}} of tier {{{{ $labels.tier }}}} of {IN_POD} is not "
             "used.",
             "One of the disks of a tier failed or hung repeatedly. The others serve. What it holds "
-            "is computed again and stored on the others. It is probed and used again when it works.",
+            "is computed again and stored on the others. It is used again when a probe succeeds.",
             (
                 "`volumes` of the tier in `/status` has its `lastError` and `cause`.",
                 "Check or replace the disk. A volume can be removed from the policy: new pods do "

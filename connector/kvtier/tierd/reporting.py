@@ -282,7 +282,8 @@ class Reporter:
 def disk_conditions(states: Iterable[StoreTierState], live: Live) -> list[StatusCondition]:
     """What is wrong with the sizes of the tiers' file systems."""
     too_large, filled = [], []
-    for tier, state in [(tier, each) for tier in states for each in tier.volumes or (tier,)]:
+    parts = [(whole, each) for whole in states for each in whole.volumes or (whole,)]
+    for tier, state in parts:
         settings = live.tiers.get(tier.name, LiveTier())
         size, free = state.volume_bytes, state.volume_available_bytes
         if not size or settings.capacity_bytes is None:
