@@ -165,12 +165,6 @@ INVALID: tuple[InvalidCase, ...] = (
         "got emptyDir hostPath",
     ),
     _case(
-        "an NFS export among volumes",
-        {_NVME: _disks(hostPath=None, nfs={"server": "nas", "path": "/kv"})},
-        (f"{_VOLUMES_FIELD}[1].nfs", "", ""),
-        f"{_VOLUMES_FIELD}[1]",
-    ),
-    _case(
         "one of several volumes without a capacity",
         {_NVME: _disks(capacity=None)},
         (f"{_VOLUMES_FIELD}[1].capacity", "", ""),
