@@ -202,6 +202,12 @@ class FileSystemTier(Tier):
         """Whether files are read and written with direct I/O."""
         return self._files.direct
 
+    @property
+    def asks_on_miss(self) -> bool:
+        """Whether other processes use the directory: what they have just stored, or could not
+        announce, is not indexed."""
+        return self.capabilities.shared and self._announcements.role.count > 1
+
     def contains(self, ref: ObjectRef) -> bool:
         """Whether the object is indexed, and not known to be unusable."""
         return self._index.contains(ref.namespace, ref.key) and ref not in self._unusable
