@@ -93,8 +93,8 @@ class Promotion:
 
     __slots__ = (
         "arrived", "batches", "deadline", "end_tokens", "ended", "engine", "entries", "groups",
-        "keys", "limit", "looked_up", "not_started", "number", "parallel", "reads", "sources", "started_at",
-        "tiers", "timer", "verifying",
+        "keys", "limit", "looked_up", "not_started", "number", "parallel", "reads", "sources",
+        "started_at", "tiers", "timer", "verifying",
     )  # fmt: skip
 
     def __init__(

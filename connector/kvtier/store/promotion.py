@@ -23,7 +23,7 @@ from kvtier.store.memory_tier import ResidentObjects
 from kvtier.store.operations import EngineState, Promotion
 from kvtier.store.recovery import RecoveredObjects
 from kvtier.store.secondary_tier import SecondaryTier, SecondaryTiers
-from kvtier.store.selection import LoadPlanner, PrefixSources
+from kvtier.store.selection import LOOKUP_SHARE, LoadPlanner, PrefixSources
 from kvtier.store.state import Entry
 from kvtier.store.tier_reads import TierReads
 from kvtier.store.types import PromotionEnded, PromotionOutcome
@@ -32,8 +32,6 @@ LEASE_SECONDS = 60.0
 MAX_PROMOTIONS = 1_024
 """Per engine, leases included. A scheduler lets 32 requests wait at a time."""
 MAX_BUDGET_SECONDS = 600.0
-LOOKUP_SHARE = 0.05
-"""Share of the time to recompute what is unknown that looking it up may take."""
 
 
 @dataclass(frozen=True, slots=True)

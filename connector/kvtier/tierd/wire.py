@@ -275,8 +275,8 @@ class Usable(Message, frozen=True, kw_only=True):
 class Promoted(Message, frozen=True, kw_only=True):
     """The end of a promotion: ``usable`` keys of the prefix are in pinned slots. ``outcome``:
     "whole", "partial", "failed", "absent" (nothing was found) or "cancelled"; ``tiers[i]``: index
-    of the tier that key i came from (0: was in RAM); ``locations[i]``: its slot and generation. This may arrive before the
-    ``Delta`` that names them."""
+    of the tier that key i came from (0: was in RAM); ``locations[i]``: its slot and generation.
+    This may arrive before the ``Delta`` that names them."""
 
     promotion: int
     usable: int
