@@ -25,6 +25,8 @@ from kvtier.tiers.base import ObjectRef
 LOOKUP_THREADS = 4
 MAX_CALLS = 32
 """Calls of one tier that have not returned."""
+MAX_LATE = LOOKUP_THREADS // 2
+"""Calls of one tier that were given up and still run: with more of them the tier hangs."""
 MAX_KEYS_AT_ONCE = 16
 ABSENT_SECONDS = 1.0
 """How long a key that was absent is not asked for again. Announcements arrive by then."""
@@ -35,12 +37,14 @@ _AVERAGE_WEIGHT = 0.2
 
 
 class _TierPace:
-    """How fast the lookups of one tier are. ``calls``: that have not returned."""
+    """How fast the lookups of one tier are. ``calls``: that have not returned; ``late``: of these,
+    the ones that no request waits for."""
 
-    __slots__ = ("asked_at", "average_seconds", "calls")
+    __slots__ = ("asked_at", "average_seconds", "calls", "late")
 
     def __init__(self) -> None:
         self.calls = 0
+        self.late = 0
         self.average_seconds = 0.0
         self.asked_at = float("-inf")
 
@@ -49,15 +53,17 @@ class _TierPace:
 
 
 class _KeyLookup:
-    """One key of a lookup in one tier. ``call``: set once it is submitted."""
+    """One key of a lookup in one tier. ``call``: set once it is submitted. ``late``: it was given
+    up and runs."""
 
-    __slots__ = ("call", "lookup", "ref", "secondary")
+    __slots__ = ("call", "late", "lookup", "ref", "secondary")
 
     def __init__(self, lookup: _Lookup, secondary: SecondaryTier, ref: ObjectRef) -> None:
         self.lookup = lookup
         self.secondary = secondary
         self.ref = ref
         self.call: IoCall | None = None
+        self.late = False
 
 
 class _Lookup:
@@ -118,7 +124,7 @@ class TierLookups:
 
     def _skip_reason(self, secondary: SecondaryTier, limit: float, now: float) -> str:
         pace = self._paces[secondary.index]
-        if pace.calls >= MAX_CALLS:
+        if pace.calls >= MAX_CALLS or pace.late >= MAX_LATE:
             return "busy"
         if pace.average_seconds > limit and now - pace.asked_at < RETRY_SECONDS:
             return "too_slow"
@@ -144,6 +150,7 @@ class TierLookups:
         lookup, secondary, call = one.lookup, one.secondary, one.call
         pace = self._paces[secondary.index]
         pace.calls -= 1
+        pace.late -= one.late
         if call is not None:
             pace.observe(call.seconds(self._context.clock()))
         if error is not None:
@@ -190,8 +197,12 @@ class TierLookups:
         for one in [each for each in lookup.waiting if each.secondary is secondary]:
             lookup.waiting.remove(one)
             self._context.count("tier_lookups", secondary.name, "timed_out")
+            pace = self._paces[secondary.index]
             if one.call is not None and one.call.revoke():
-                self._paces[secondary.index].calls -= 1
+                pace.calls -= 1
+            else:
+                one.late = True
+                pace.late += 1
         if not lookup.waiting:
             self._go_on(lookup)
 

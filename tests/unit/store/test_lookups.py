@@ -16,7 +16,7 @@ from tests.unit.store.store_fixture import (
 from kvtier.config.models import LiveTier
 from kvtier.errors import TierUnavailableError
 from kvtier.store.cost_model import Prefill, PrefixCost
-from kvtier.store.lookups import ABSENT_SECONDS, MAX_CALLS, RETRY_SECONDS
+from kvtier.store.lookups import ABSENT_SECONDS, LOOKUP_THREADS, MAX_CALLS, RETRY_SECONDS
 from kvtier.store.types import PromotionOutcome, UsableTiersChanged
 from kvtier.tiers.base import ObjectRef
 
@@ -190,20 +190,24 @@ def test_a_key_that_was_absent_is_not_asked_for_again_at_once() -> None:
 
 def test_lookups_that_hang_are_bounded_and_hold_nobody_up() -> None:
     fixture = LookupFixture()
-    for chunk in range(MAX_CALLS):
+    for chunk in range(MAX_CALLS + 5):
         fixture.look_up(chunk)
-    for call in fixture.calls("lookup:"):
+    assert len(fixture.calls("lookup:")) == MAX_CALLS
+    assert fixture.counted("busy") == 5
+    for call in fixture.calls("lookup:")[:LOOKUP_THREADS]:
         fixture.io.hold(call)
     fixture.advance(0.1)
-    held = len(fixture.calls("lookup:"))
+    # The others were not started, and are dropped.
     number = fixture.look_up(1_000)
     assert fixture.result(number)[0] is PromotionOutcome.ABSENT
-    assert len(fixture.calls("lookup:")) == held == MAX_CALLS
-    assert fixture.counted("busy") == 1
+    assert fixture.counted("busy") == 6
+    for call in [each for each in fixture.calls("lookup:") if each.started]:
+        fixture.io.run(call)
+    fixture.pump()
+    fixture.advance(RETRY_SECONDS)
+    fixture.look_up(1_001)
     fixture.settle()
-    number = fixture.look_up(1_001)
-    fixture.settle()
-    assert len(fixture.shared.probed) == MAX_CALLS + 1
+    assert len(fixture.shared.probed) == LOOKUP_THREADS + 1
 
 
 def test_a_tier_whose_lookups_take_too_long_is_tried_now_and_then() -> None:
