@@ -42,6 +42,9 @@ class _RankLoad:
     deadline: float
     available_keys: int
     """Keys whose slots are known and still hold them."""
+    assumed_weights: str = ""
+    """The fingerprint of the weights that the keys belong to, if the job was made before it was
+    known whether the engine still has them."""
     submitted_keys: int = 0
     copied_keys: int = 0
     copied_bytes: int = 0
@@ -66,16 +69,24 @@ class WorkerLoads:
         self._batch_bytes = batch_bytes or context.engine.batch_bytes
         self._active: dict[int, _RankLoad] = {}
         self._ended: OrderedDict[int, None] = OrderedDict()
+        self._weights: str | None = None
+        """The fingerprint of the engine's weights; None while it is being taken."""
 
     def __len__(self) -> int:
         return len(self._active)
 
     def add(
-        self, jobs: Iterable[LoadJob], fence: object | None, received_at: float, epoch: int
+        self,
+        jobs: Iterable[LoadJob],
+        fence: object | None,
+        received_at: float,
+        epoch: int,
+        assumed_weights: str = "",
     ) -> None:
         """Adds jobs, whose target blocks may be written after ``fence``.
 
-        ``epoch``: the tierd epoch in which this rank can copy, 0 if it cannot.
+        ``epoch``: the tierd epoch in which this rank can copy, 0 if it cannot. With
+        ``assumed_weights`` the loads end once the fingerprint is known, and fail if it is another.
         """
         requests = {load.job.request_id for load in self._active.values()}
         for job in jobs:
@@ -89,10 +100,12 @@ class WorkerLoads:
             else:
                 requests.add(job.request_id)
                 keys = min(len(job.slots), len(job.generations), len(job.runs))
-                load = _RankLoad(job, fence, received_at, received_at + job.timeout_seconds, keys)
+                deadline = received_at + job.timeout_seconds
+                load = _RankLoad(job, fence, received_at, deadline, keys, assumed_weights)
                 if not epoch or job.epoch != epoch:
                     load.stop_reason = "epoch" if epoch else "lost"
                 self._active[job.load] = load
+        self._compare_weights()
 
     def cancel(self, loads: Iterable[int]) -> None:
         """Stops loads whose requests were aborted."""
@@ -104,15 +117,40 @@ class WorkerLoads:
                 load.stop_reason = "cancelled"
 
     def stop_all(self, reason: str) -> None:
-        """Stops every load. Those whose copies are done end in the next ``advance``."""
+        """Stops every load. Those whose copies are done end in the next ``advance``.
+
+        A load that waits for the fingerprint must not wait any longer: nothing of it is used.
+        """
         for load in self._active.values():
-            if not load.stop_reason or reason == IDENTITY_CHANGED:
+            if reason == IDENTITY_CHANGED or self._waits_for_weights(load):
+                load.stop_reason = IDENTITY_CHANGED
+            elif not load.stop_reason:
                 load.stop_reason = reason
+
+    def weights_may_have_changed(self) -> None:
+        """Fails every load. Those with assumed weights that are added later wait."""
+        self.stop_all(IDENTITY_CHANGED)
+        self._weights = None
+
+    def weights_known(self, fingerprint: str) -> None:
+        """Ends or fails what waited for the fingerprint; empty if the weights are unknown."""
+        self._weights = fingerprint
+        self._compare_weights()
+
+    def _compare_weights(self) -> None:
+        if self._weights is None:
+            return
+        for load in self._active.values():
+            if load.assumed_weights and load.assumed_weights != self._weights:
+                load.stop_reason = IDENTITY_CHANGED
+
+    def _waits_for_weights(self, load: _RankLoad) -> bool:
+        return bool(load.assumed_weights) and self._weights is None
 
     def abandon(self, reason: str) -> None:
         """Ends every load without waiting for its copies: the device is lost or idle."""
+        self.stop_all(reason)
         for load in list(self._active.values()):
-            load.stop_reason = load.stop_reason or reason
             load.in_flight.clear()
             self._end(load)
 
@@ -139,10 +177,15 @@ class WorkerLoads:
                     may_submit = not self._engine.synchronous and now < until
             if self._context.clock() >= load.deadline and not load.fully_submitted:
                 load.stop_reason = load.stop_reason or "limit"
-            if (load.stop_reason or load.fully_submitted) and not load.in_flight:
+            if self._may_end(load):
                 self._end(load)
                 changed = True
         return changed
+
+    def _may_end(self, load: _RankLoad) -> bool:
+        if load.in_flight or not (load.stop_reason or load.fully_submitted):
+            return False
+        return load.stop_reason == IDENTITY_CHANGED or not self._waits_for_weights(load)
 
     def _collect(self, load: _RankLoad) -> bool:
         changed = False
