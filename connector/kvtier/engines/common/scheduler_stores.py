@@ -1,7 +1,7 @@
 """Stores on the scheduler side: which chunks leave GPU memory, and which blocks stay referenced.
 
 A chunk is stored once the workers have executed its last token, unless a tier holds it already or
-another request is storing it. If there is no free slot, or too much is in flight, the chunk waits
+another request is storing it, or the prompt is too short. If there is no free slot, or too much is in flight, the chunk waits
 behind its request's frontier. When the request finishes, chunks without a slot are held for a
 moment, with their blocks referenced; then they are dropped. A store never delays a request.
 
@@ -131,6 +131,9 @@ class SchedulerStores:
         if frontier.next_chunk >= storable_chunks:
             return
         blocked_reason = self._store_blocked_reason()
+        if state.prompt_tokens < self._session.live.min_store_tokens:
+            # The frontier stays, so that a lowered limit has its effect on the rest of the request.
+            blocked_reason = blocked_reason or "short_prompt"
         if blocked_reason and not finished:
             return
         replica = self._session.replica
