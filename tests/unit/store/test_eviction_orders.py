@@ -205,8 +205,8 @@ class TestEveryPolicy:
 
 @dataclass
 class WholeSuffixes:
-    """Evicts whole suffixes by LRU, and keeps some that were used again, by reading everything: what
-    ``LruPolicy`` should equal."""
+    """Evicts whole suffixes by LRU, and keeps some that were used again, by reading everything:
+    what ``LruPolicy`` should equal."""
 
     previous: Previous
     used_at: dict[int, int] = field(default_factory=dict)

@@ -13,8 +13,8 @@ from tests.unit.store.store_fixture import (
 )
 
 from kvtier.config.models import LiveTier, StorePolicy
-from kvtier.store.admission import SeenKeys
 from kvtier.errors import TierNoSpaceError, TierUnavailableError
+from kvtier.store.admission import SeenKeys
 from kvtier.store.types import PresenceChanged
 from kvtier.tiers.base import ObjectRef
 
@@ -123,7 +123,7 @@ def test_policy_reused_writes_the_beginning_of_a_prefix_that_was_loaded_in_part(
 def test_what_was_stored_is_remembered_for_a_bounded_time() -> None:
     seen = SeenKeys(keys=1_000)
     keys = [block_hash(number) for number in range(3_000)]
-    assert not any([seen.note(NAMESPACE, key) for key in keys[:1_000]])
+    assert not any(seen.note(NAMESPACE, key) for key in keys[:1_000])
     assert all(seen.note(NAMESPACE, key) for key in keys[:1_000])
     assert not seen.note("b" * 32, keys[0])
     for key in keys[1_000:]:
