@@ -1,7 +1,7 @@
 """The commands that read a cluster or this machine: ``top``, ``why``, ``plan`` and ``doctor``.
 
-As ``kubectl-kvtier`` on PATH they are ``kubectl kvtier top`` and so on. Packages for the cluster are
-imported only by the commands that need them.
+As ``kubectl-kvtier`` on PATH they are ``kubectl kvtier top`` and so on. Packages for the cluster
+are imported only by the commands that need them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Entry point of the ``kvtier`` command.
 
 Exit status: 0 success, 2 invalid input (a document, an option, a field), 1 any other error. The
-commands ``verify``, ``faults`` and ``doctor`` document theirs. As ``kubectl-kvtier`` it is a plug-in
-of kubectl: ``kubectl kvtier top``.
+commands ``verify``, ``faults``, ``plan`` and ``doctor`` document theirs. As ``kubectl-kvtier`` it
+is a plug-in of kubectl: ``kubectl kvtier top``.
 """
 
 from __future__ import annotations
@@ -13,9 +13,6 @@ from pathlib import Path
 from kvtier.errors import KVTierError
 
 MISSING_PACKAGES = "the kvtier command needs packages that are not installed: install kvtier[cli]"
-CLUSTER_PACKAGES = (
-    "commands that read a cluster need packages that are not installed: install kvtier[operator]"
-)
 PLUGIN = "kubectl-kvtier"
 OWN_PACKAGES = ("kvtier", "kvtier_operator")
 

@@ -157,7 +157,7 @@ def _effects(
     applied: KVTierPolicy,
     get: GetObject,
 ) -> tuple[list[PodEffect], list[str]]:
-    """The pods that the policy governs, or governed, and the workloads to restart in their order."""
+    """The pods that the policy governs, or governed, and the workloads to restart, in order."""
     namespace, restarts = before.namespace, set()
     live_changes = existing is None or live(existing) != live(applied)
     old, new = policies_of(before), policies_of(after)

@@ -206,7 +206,7 @@ def recreated(pod: Object) -> dict[str, Any]:
         if part in spec:
             spec[part] = [each for each in spec[part] if not _is_injected(each)]
     spec["containers"] = [_without_mounts(each) for each in spec.get("containers") or ()]
-    return {**{"apiVersion": "v1", "kind": "Pod"}, "metadata": metadata, "spec": spec}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
 
 def _is_injected(part: Mapping[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""``kvtier why POD``: why a pod is or is not attached, and what would happen if it were created now.
+"""``kvtier why POD``: why a pod is or is not attached, and what would happen to a new one.
 
 The state is the controller's (``pod_view``), the decision the webhook's (``mutate``).
 """

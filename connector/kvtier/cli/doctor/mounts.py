@@ -59,10 +59,10 @@ def mount_of(path: str, found: Iterable[Mount]) -> Mount | None:
     best: Mount | None = None
     for each in found:
         prefix = each.directory.rstrip("/")
-        if wanted == each.directory or wanted.startswith(f"{prefix}/"):
-            # Of several mounts at one place the last counts.
-            if best is None or len(each.directory) >= len(best.directory):
-                best = each
+        covers = wanted == each.directory or wanted.startswith(f"{prefix}/")
+        # Of several mounts at one place the last counts.
+        if covers and (best is None or len(each.directory) >= len(best.directory)):
+            best = each
     return best
 
 

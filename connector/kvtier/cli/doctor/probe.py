@@ -1,5 +1,7 @@
-"""Measures a directory: rights, space, direct I/O and speed. Runs as a child process, because a call
-to a dead mount may never return: ``python -m kvtier.cli.doctor.probe DIR BYTES``, which prints JSON.
+"""Measures a directory: rights, space, direct I/O and speed.
+
+Runs as a child process, because a call to a dead mount may never return: ``python -m
+kvtier.cli.doctor.probe DIR BYTES``, which prints JSON.
 """
 
 from __future__ import annotations
