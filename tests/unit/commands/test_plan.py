@@ -171,7 +171,9 @@ def test_the_plan_agrees_with_the_controllers_own_functions_after_the_change() -
         policy = changed(**spec)
         cluster = installed(*((PODS, each) for each in running))
         planned_outdated = {
-            name for name, effect in effects(planned(cluster, policy)).items() if effect == "Outdated"
+            name
+            for name, effect in effects(planned(cluster, policy)).items()
+            if effect == "Outdated"
         }
         views = [pod_view.view(policy, decode_pod(each), NO_REPORT, pods.NOON) for each in running]
         expected = {each.name for each in outdated(policy, views, content_hash(policy.spec))}
