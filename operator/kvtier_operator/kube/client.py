@@ -198,13 +198,13 @@ class ApiClient(Client):
         try:
             async with self._slots, asyncio.timeout(seconds):
                 response = await self._dynamic.request("get", url, serialize=False, **options)
-                body = b""
+                body = bytearray()
                 async for piece in response.content.iter_chunked(64 << 10):
                     body += piece
                     if len(body) > max_bytes:
                         response.close()
-                        return body[: max_bytes + 1]
-                return body
+                        break
+                return bytes(body[: max_bytes + 1])
         except TimeoutError as error:
             raise ApiError(0, "Timeout", f"no response in {seconds:g} s") from error
         except ApiException as error:

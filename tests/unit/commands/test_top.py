@@ -49,8 +49,18 @@ def test_each_engine_has_a_line_for_each_tier(capsys: pytest.CaptureFixture[str]
     top.show(found)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines[1]) > 100, "a pipe is not cut to 80 columns"
-    assert lines[1].split()[3:] == "Attached ram Healthy 512 MiB 1.0 GiB 50% 40%".split()
-    assert lines[2].split() == "disk BreakerOpen 0 B 10.0 GiB 0% -".split()
+    assert lines[1].split()[3:] == [
+        "Attached",
+        "ram",
+        "Healthy",
+        "512",
+        "MiB",
+        "1.0",
+        "GiB",
+        "50%",
+        "40%",
+    ]
+    assert lines[2].split() == ["disk", "BreakerOpen", "0", "B", "10.0", "GiB", "0%", "-"]
     assert lines[3].endswith(": tier disk: EIO: read")
 
 
@@ -112,7 +122,7 @@ class StatusServer(BaseHTTPRequestHandler):
         if allowed:
             self.wfile.write(self.body)
 
-    def log_message(self, format: str, *args: Any) -> None:
+    def log_message(self, *args: Any) -> None:
         """Nothing."""
 
 

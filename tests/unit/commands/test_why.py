@@ -1,4 +1,4 @@
-"""``kvtier why`` gives the webhook's decision and the controller's state, and names missing rights."""
+"""``kvtier why``: the webhook's decision, the controller's state, and missing rights by name."""
 
 from __future__ import annotations
 

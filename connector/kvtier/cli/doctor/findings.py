@@ -14,7 +14,7 @@ from kvtier.cli.console import console
 
 class Severity(StrEnum):
     """``ERROR``: a tier does not work. ``WARNING``: it may be slow, or fail later. ``INFO``: good
-    to know. ``OK``: as it should be.
+    to know. ``OK``: nothing to do.
     """
 
     ERROR = "error"
