@@ -21,7 +21,7 @@ from kvtier.cli.cluster.access import ClusterReader
 from kvtier.cli.cluster.doctor_pod import ExecError, PodDoctorOptions, examine_pod
 from kvtier.cli.doctor import findings, local, mounts
 from kvtier.cli.doctor.findings import Finding, Severity
-from kvtier.cli.doctor.local import DoctorOptions, TierDirectory
+from kvtier.cli.doctor.local import CheckedDirectory, DoctorOptions
 from kvtier.cli.main import main
 from kvtier.config import loader
 from kvtier_operator.api.pods import Pod
@@ -165,7 +165,7 @@ def test_mounts_are_found_by_the_longest_directory() -> None:
 def test_mount_options(path: str, severities: list[str], says: str) -> None:
     mount = mounts.mount_of(path, mounts.parse(MOUNT_INFO.splitlines()))
     assert mount is not None
-    results = list(local.mount_options(TierDirectory(path, path), mount))
+    results = list(local.mount_options(CheckedDirectory(path, path), mount))
     assert [each.severity.value for each in results] == severities
     assert says in " ".join(each.remedy for each in results)
 
@@ -213,7 +213,7 @@ def test_what_was_measured_is_judged(
     says: str,
 ) -> None:
     monkeypatch.setattr(local, "measure", lambda *arguments: measured(**values))
-    directory = TierDirectory("tier disk", "/mnt/x", storage_gid=3000, **tier)
+    directory = CheckedDirectory("tier disk", "/mnt/x", storage_gid=3000, **tier)
     results = list(local.storage(directory, (), DoctorOptions()))
     worst = min(results, key=lambda each: findings.ORDER.index(each.severity))
     assert worst.severity.value == severity

@@ -54,7 +54,7 @@ class DoctorOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class TierDirectory:
+class CheckedDirectory:
     """A directory to check. ``capacity_bytes`` and ``direct_io``: as the policy says, if known."""
 
     subject: str
@@ -218,7 +218,7 @@ def hash_seed(topology: Topology | None, environment: Mapping[str, str]) -> Iter
     )
 
 
-def _directories(options: DoctorOptions, topology: Topology | None) -> list[TierDirectory]:
+def _directories(options: DoctorOptions, topology: Topology | None) -> list[CheckedDirectory]:
     found = []
     if topology is not None:
         structural = topology.structural
@@ -227,7 +227,7 @@ def _directories(options: DoctorOptions, topology: Topology | None) -> list[Tier
                 live: LiveTier | None = topology.live.tiers.get(tier.name)
                 capacity = live.capacity_bytes if live is not None else None
                 found.append(
-                    TierDirectory(
+                    CheckedDirectory(
                         f"tier {tier.name} ({tier.path})",
                         tier.path,
                         capacity,
@@ -235,12 +235,12 @@ def _directories(options: DoctorOptions, topology: Topology | None) -> list[Tier
                         structural.storage_gid,
                     )
                 )
-    found += [TierDirectory(path, path) for path in options.directories]
+    found += [CheckedDirectory(path, path) for path in options.directories]
     return found
 
 
 def storage(
-    directory: TierDirectory, found: Sequence[Mount], options: DoctorOptions
+    directory: CheckedDirectory, found: Sequence[Mount], options: DoctorOptions
 ) -> Iterator[Finding]:
     """Mount options, rights, space, direct I/O and speed of one directory."""
     mount = mount_of(directory.path, found)
@@ -261,7 +261,7 @@ def storage(
         yield from speed(directory, measured)
 
 
-def mount_options(directory: TierDirectory, mount: Mount) -> Iterator[Finding]:
+def mount_options(directory: CheckedDirectory, mount: Mount) -> Iterator[Finding]:
     """What the mount's type and options mean for a tier."""
     subject, check = directory.subject, "mount"
     text = f"{mount.kind} mounted at {mount.directory}"
@@ -331,7 +331,7 @@ def measure(path: str, size_bytes: int, seconds: float) -> dict[str, Any]:
     return found if isinstance(found, dict) else {"error": "the test failed"}
 
 
-def rights(directory: TierDirectory, measured: Mapping[str, Any]) -> Iterator[Finding]:
+def rights(directory: CheckedDirectory, measured: Mapping[str, Any]) -> Iterator[Finding]:
     """Whether tierd can write, and other pods can too."""
     subject = directory.subject
     if not measured["directory"]:
@@ -358,13 +358,13 @@ def rights(directory: TierDirectory, measured: Mapping[str, Any]) -> Iterator[Fi
         yield Finding("rights", Severity.OK, subject, f"can be written (mode {mode:o})")
 
 
-def _prepare(directory: TierDirectory) -> str:
+def _prepare(directory: CheckedDirectory) -> str:
     gid = directory.storage_gid if directory.storage_gid is not None else 3000
     return f"install -d -o root -g {gid} -m 2770 {directory.path}"
 
 
 def space(
-    directory: TierDirectory, measured: Mapping[str, Any], mount: Mount | None
+    directory: CheckedDirectory, measured: Mapping[str, Any], mount: Mount | None
 ) -> Iterator[Finding]:
     """Bytes and files that are free."""
     size, free = measured["sizeBytes"], measured["availableBytes"]
@@ -392,7 +392,7 @@ def space(
         )
 
 
-def direct_io(directory: TierDirectory, measured: Mapping[str, Any]) -> Iterator[Finding]:
+def direct_io(directory: CheckedDirectory, measured: Mapping[str, Any]) -> Iterator[Finding]:
     """Whether O_DIRECT works, and what the policy wants."""
     subject = directory.subject
     if measured["directIO"]:
@@ -406,7 +406,7 @@ def direct_io(directory: TierDirectory, measured: Mapping[str, Any]) -> Iterator
         yield Finding("direct-io", Severity.INFO, subject, message)
 
 
-def speed(directory: TierDirectory, measured: Mapping[str, Any]) -> Iterator[Finding]:
+def speed(directory: CheckedDirectory, measured: Mapping[str, Any]) -> Iterator[Finding]:
     """Speed of one thread. tierd uses several, so this is a lower bound."""
     read, write = measured["readBytesPerSecond"], measured["writeBytesPerSecond"]
     latency = measured["readLatencySeconds"]
