@@ -173,6 +173,17 @@ def test_a_namespace_without_the_label_is_said_with_the_command() -> None:
     assert "kubectl label namespace serving kvtier.io/inject=enabled" in found.now.message
 
 
+def test_a_selector_of_the_chart_counts_instead_of_the_label() -> None:
+    settings = "webhook: {namespaceSelector: {matchLabels: {team: llm}}}\n"
+    pod = pods.running(pods.bare_pod())
+    found = why(installed((PODS, pod), settings=settings)).now
+    assert found is not None
+    assert "do not match team=llm" in found.message
+    found = why(installed((PODS, pod), settings=settings, labels={"team": "llm"})).now
+    assert found is not None
+    assert found.reason != "NotEnabled"
+
+
 def test_a_cluster_without_the_webhook_is_said() -> None:
     cluster = installed((PODS, pods.running(pods.bare_pod())))
     cluster.remove(MUTATING_WEBHOOKS, None, "kvtier")

@@ -8,12 +8,9 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from urllib.parse import urlencode
 
 import aiohttp
-from kubernetes.aio.client import CoreV1Api
-from kubernetes.aio.client.exceptions import ApiException
-from kubernetes.aio.stream import WsApiClient
 
 from kvtier import __version__
 from kvtier.cli.cluster.access import ClusterReader, api_client, right
@@ -36,6 +33,8 @@ from kvtier_operator.render.documents import POD_TOPOLOGY_DIRECTORY
 
 EXEC_SECONDS = 120.0
 MAX_OUTPUT = 1 << 20
+EXEC_PROTOCOL = "v4.channel.k8s.io"
+STANDARD_OUTPUT = b"\x01"
 SEVERITIES = {
     PodState.ATTACHED.value: Severity.OK,
     PodState.STARTING.value: Severity.INFO,
@@ -242,20 +241,26 @@ def exec_in(reader: ClusterReader) -> RunInside:
         if client is None:
             raise ExecError("this client cannot run commands in pods")
         namespace, name = pod.metadata.namespace, pod.metadata.name
-        options: dict[str, Any] = {
-            "container": TIERD_CONTAINER,
-            "command": list(command),
-            "stderr": False,
-            "stdin": False,
-            "stdout": True,
-            "tty": False,
-        }
+        access = client.credentials
+        query = [("container", TIERD_CONTAINER), ("stdout", "1"), ("stderr", "0")]
+        query += [("command", each) for each in command]
+        url = f"{access.server}{PODS.path(namespace, name, 'exec')}?{urlencode(query)}"
+        authorization = await access.authorization()
+        headers = {"Authorization": authorization} if authorization else {}
+        tls = access.tls() if url.startswith("https:") else None
         try:
-            async with asyncio.timeout(EXEC_SECONDS):
-                async with WsApiClient(client.credentials.configuration) as sockets:
-                    api = CoreV1Api(sockets)
-                    output = await api.connect_get_namespaced_pod_exec(name, namespace, **options)
-                    return str(output)[:MAX_OUTPUT]
+            async with (
+                asyncio.timeout(EXEC_SECONDS),
+                aiohttp.ClientSession(trust_env=False) as session,
+                session.ws_connect(
+                    url,
+                    headers=headers,
+                    protocols=(EXEC_PROTOCOL,),
+                    ssl=tls if tls is not None else True,
+                    server_hostname=access.server_name,
+                ) as socket,
+            ):
+                return await _output(socket)
         except TimeoutError:
             raise ExecError(f"no answer in {EXEC_SECONDS:g} s") from None
         except aiohttp.WSServerHandshakeError as error:
@@ -263,7 +268,17 @@ def exec_in(reader: ClusterReader) -> RunInside:
                 needed = right("get and create", PODS, namespace, "exec")
                 raise ExecError(f"the right to {needed} is missing") from None
             raise ExecError(f"HTTP {error.status}: {error.message}") from None
-        except (ApiException, aiohttp.ClientError, OSError) as error:
+        except (aiohttp.ClientError, OSError) as error:
             raise ExecError(f"{type(error).__name__}: {error}"[:256]) from None
 
     return run
+
+
+async def _output(socket: aiohttp.ClientWebSocketResponse) -> str:
+    """Standard output of the command. Each message begins with the number of its channel."""
+    output = bytearray()
+    async for message in socket:
+        data = message.data.encode() if isinstance(message.data, str) else message.data
+        if data[:1] == STANDARD_OUTPUT and len(output) < MAX_OUTPUT:
+            output += data[1:]
+    return output[:MAX_OUTPUT].decode(errors="replace")

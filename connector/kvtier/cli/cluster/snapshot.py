@@ -22,6 +22,7 @@ from kvtier_operator.api.names import (
     VERSION_ANNOTATION,
 )
 from kvtier_operator.api.policy import KVTierPolicy
+from kvtier_operator.api.selector import matches
 from kvtier_operator.api.stored import read_status
 from kvtier_operator.injection.existing_config import GROUP_LABEL
 from kvtier_operator.injection.inject import inject
@@ -77,8 +78,8 @@ class StoreCache(Cache):
 @dataclass(frozen=True, slots=True)
 class NamespaceSnapshot:
     """One namespace. ``settings``: the operator's; ``settings_known`` is False if they could not be
-    read, and defaults stand in. ``enabled``: whether the namespace has the label that makes the API
-    server call the webhook; None: not known. ``webhook_installed``: None: not known.
+    read, and defaults stand in. ``enabled``: whether the API server calls the webhook for the
+    namespace; None: not known. ``webhook_installed``: None: not known.
     """
 
     namespace: str
@@ -170,7 +171,8 @@ async def read_snapshot(reader: ClusterReader, *, all_pods: bool = False) -> Nam
     webhook = await _webhook(reader, settings or Settings())
     enabled = None
     if space is not None:
-        enabled = ((space["metadata"].get("labels")) or {}).get("kvtier.io/inject") == "enabled"
+        selector = (settings or Settings()).webhook.namespace_selector
+        enabled = matches(selector, space["metadata"].get("labels") or {})
     lister = indexed(cache, settings or Settings())
     return NamespaceSnapshot(
         namespace,

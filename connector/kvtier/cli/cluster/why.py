@@ -22,10 +22,10 @@ from kvtier.cli.cluster.snapshot import (
     recreated,
 )
 from kvtier.cli.console import console
-from kvtier_operator.api.names import INJECT_LABEL, NOTES_ANNOTATION
+from kvtier_operator.api.names import NOTES_ANNOTATION
 from kvtier_operator.api.pods import Pod, decode_pod
 from kvtier_operator.api.policy import KVTierPolicy
-from kvtier_operator.api.selector import LabelSelector
+from kvtier_operator.api.selector import LabelSelector, describe
 from kvtier_operator.api.settings import AttachMode
 from kvtier_operator.controller.pods import pod_view
 from kvtier_operator.controller.pods.pod_view import PodState, PodView
@@ -113,10 +113,10 @@ def created_now(snapshot: NamespaceSnapshot, pod: dict[str, Any]) -> IfCreatedNo
             UNCHANGED, "NoWebhook", "KVTier's webhook is not registered; install the chart"
         )
     if snapshot.enabled is False:
+        wanted = describe(snapshot.settings.webhook.namespace_selector)
         message = (
-            f"namespace {namespace} does not have the label {INJECT_LABEL}=enabled, so the API "
-            f"server does not call the webhook; run kubectl label namespace {namespace} "
-            f"{INJECT_LABEL}=enabled"
+            f"the labels of namespace {namespace} do not match {wanted}, so the API server does "
+            f"not call the webhook; run kubectl label namespace {namespace} {wanted}"
         )
         return IfCreatedNow(UNCHANGED, "NotEnabled", message)
     watched = snapshot.settings.watch_namespaces
