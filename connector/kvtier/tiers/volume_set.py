@@ -111,6 +111,10 @@ class _Volume(Tier):
     def counts(self) -> Mapping[tuple[str, str], int]:
         return self.inner.counts()
 
+    @property
+    def asks_on_miss(self) -> bool:
+        return self.inner.asks_on_miss
+
     def probe(self, ref: ObjectRef) -> bool:
         return self.inner.probe(ref)
 
@@ -203,6 +207,11 @@ class VolumeSet(Tier):
                 earlier = zip(self.volumes[:position], self._serving, strict=False)
                 if not any(serving and each.contains(ref) for each, serving in earlier):
                     yield key
+
+    @property
+    def asks_on_miss(self) -> bool:
+        """Whether a volume may hold objects that its index lacks."""
+        return any(volume.asks_on_miss for volume in self.volumes)
 
     def usage(self) -> TierUsage:
         """The sum over all volumes."""

@@ -109,6 +109,7 @@ def test_every_field_of_the_spec_is_described_and_marked_live_or_structural() ->
     "path",
     [
         ("spec", "minLoadTokens"),
+        ("spec", "minStoreTokens"),
         ("spec", "selection"),
         ("spec", "tiers", 0, "loadWeight"),
         ("spec", "tiers", 0, "lookupTimeoutMilliseconds"),

@@ -128,7 +128,7 @@ def test_loads_of_a_step_are_submitted_before_the_fingerprint_is_known(
     worker = testbed.worker
     worker.begin_step(step)
     worker.start_load_kv(step)
-    assert submitted == [1], "copies are submitted first, the fingerprint is begun once"
+    assert submitted == [1], "copies are submitted first, the fingerprint is started once"
     for _ in range(3):
         assert worker.get_finished(set()) == (None, None)
         assert worker.build_connector_worker_meta().weights == ()

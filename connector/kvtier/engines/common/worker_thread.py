@@ -184,14 +184,28 @@ class TransferThread:
             self._suspended = False
             self._update_epoch()
 
-    def poll(self) -> None:
-        """Collects copies that have ended, and submits what waits for room. Once per step."""
+    def order_kernels(self) -> None:
+        """Makes the kernels of the next step wait for the copies of loads that were reported while
+        they run. Raises ``CopyError`` if the device failed."""
+        if len(self._loads):
+            with self._copies:
+                self._loads.order_kernels()
+
+    def poll(self, pinned: Sequence[int] = (), early_bytes: int = 0) -> None:
+        """Collects copies that have ended, and submits what waits for room. Once per step.
+
+        ``pinned``, ``early_bytes``: see ``WorkerLoads.pin`` and ``report_early``; 0: reports no
+        load whose copies run.
+        """
         self._hook_ran_at = self._context.clock()
         if not len(self._loads) and not len(self._stores):
             return
         with self._copies:
             if self._is_open():
+                self._loads.pin(pinned)
                 self._advance()
+                if early_bytes:
+                    self._loads.report_early(early_bytes)
 
     def _is_open(self) -> bool:
         return not (self._closed or self._closing or self._failure)

@@ -50,6 +50,10 @@ class _RankLoad:
     copied_bytes: int = 0
     copy_seconds: float = 0.0
     stop_reason: str = ""
+    pinned: bool = False
+    """Whether tierd keeps every key in its slot."""
+    reported: bool = False
+    """Whether it was reported while its last copies run."""
     in_flight: deque[tuple[CopyHandle, int]] = field(default_factory=deque)
     """Submissions, with the number of keys that are copied once each is done."""
 
@@ -88,7 +92,7 @@ class WorkerLoads:
         ``epoch``: the tierd epoch in which this rank can copy, 0 if it cannot. With
         ``assumed_weights`` the loads end once the fingerprint is known, and fail if it is another.
         """
-        requests = {load.job.request_id for load in self._active.values()}
+        requests = {load.job.request_id for load in self._active.values() if not load.reported}
         for job in jobs:
             if job.load in self._active or job.load in self._ended:
                 self._counters.add("duplicate_loads")
@@ -113,7 +117,7 @@ class WorkerLoads:
             load = self._active.get(number)
             if load is None:
                 self._counters.add("unknown_cancels")
-            elif not load.stop_reason:
+            elif not load.stop_reason and not load.reported:
                 load.stop_reason = "cancelled"
 
     def stop_all(self, reason: str) -> None:
@@ -122,6 +126,9 @@ class WorkerLoads:
         A load that waits for the fingerprint must not wait any longer: nothing of it is used.
         """
         for load in self._active.values():
+            if load.reported:
+                # It has ended for the engine; its copies are complete and run to their end.
+                continue
             if reason == IDENTITY_CHANGED or self._waits_for_weights(load):
                 load.stop_reason = IDENTITY_CHANGED
             elif not load.stop_reason:
@@ -146,6 +153,60 @@ class WorkerLoads:
 
     def _waits_for_weights(self, load: _RankLoad) -> bool:
         return bool(load.assumed_weights) and self._weights is None
+
+    def pin(self, loads: Iterable[int]) -> None:
+        """tierd has confirmed that every key of these loads stays in its slot until the load is
+        released."""
+        for number in loads:
+            load = self._active.get(number)
+            if load is not None:
+                load.pinned = True
+
+    def report_early(self, limit_bytes: int) -> None:
+        """Reports loads whose remaining copies are at most ``limit_bytes``, all submitted.
+
+        Their slots are pinned and held the right objects after that, so the copies cannot copy
+        anything else. From now on kernels must not be launched without ``order_kernels``.
+        """
+        if not self._engine.can_order_kernels:
+            return
+        generations = self._context.generations
+        for load in self._active.values():
+            job = load.job
+            if (
+                load.pinned
+                and not load.reported
+                and not load.stop_reason
+                and load.in_flight
+                and load.submitted_keys == len(job.runs)
+                and not self._waits_for_weights(load)
+                and self._engine.in_flight_bytes(Direction.TO_DEVICE) <= limit_bytes
+                and generations.unchanged(job.slots, job.generations) == len(job.runs)
+            ):
+                load.reported = True
+                self._counters.add("loads_reported_early")
+                result = LoadResult(
+                    load=job.load,
+                    request_id=job.request_id,
+                    keys_loaded=len(job.runs),
+                    seconds=self._context.clock() - load.started_at,
+                    copying=True,
+                )
+                self._context.completions.add_load(LoadEnd.of(job, result))
+
+    def order_kernels(self) -> None:
+        """Makes kernels that are launched from now on wait for the copies of reported loads.
+
+        Raises ``CopyError`` if the device failed.
+        """
+        handles = [
+            handle
+            for load in self._active.values()
+            if load.reported
+            for handle, _ in load.in_flight
+        ]
+        if handles:
+            self._engine.order_kernels(handles)
 
     def abandon(self, reason: str) -> None:
         """Ends every load without waiting for its copies: the device is lost or idle."""
@@ -264,7 +325,11 @@ class WorkerLoads:
             seconds=self._context.clock() - load.started_at,
             copy_seconds=load.copy_seconds,
             copied_bytes=load.copied_bytes,
+            follows=load.reported,
         )
+        if load.reported and not complete:
+            # Only a tierd that breaks its word, or a device that has failed, can cause this.
+            self._counters.add("pins_broken")
         self._counters.add(
             "loads_whole" if complete else "loads_partial" if keys else "loads_failed"
         )

@@ -223,6 +223,8 @@ class KVTierConnectorScheduler:
             step=self._step,
             loads=loads,
             stores=stores,
+            pinned_loads=self.loads.take_pinned(),
+            idle=not output.num_scheduled_tokens,
             cancelled_loads=cancelled,
             identity=self.weights.number,
             report_weights=self.weights.report_needed,

@@ -55,6 +55,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 SHUTDOWN_SECONDS = 2.0
+EARLY_BYTES = 512 << 20
+"""An engine that computes nothing may resume a request while so much of its load is being copied,
+about 10 ms at 50 GB/s: launching the kernels of its step takes as long. A request that arrives in
+this time waits for the copies too."""
 WorkerClientFactory = Callable[
     [Path, Callable[[], Hello], Callable[[Message], None], Callable[[str], None]], WorkerClient
 ]
@@ -240,6 +244,8 @@ class KVTierConnectorWorker:
         if not isinstance(metadata, StepMetadata) or metadata is self._begun:
             return
         self._begun = metadata
+        if self._thread is not None:
+            self._thread.order_kernels()
         changed = metadata.identity > self._identity
         if self._thread is not None and (changed or metadata.voided_stores):
             self._thread.void_stores(None if changed else metadata.voided_stores)
@@ -336,8 +342,9 @@ class KVTierConnectorWorker:
         """Takes what has ended since the last step: (None, ids of requests whose load ended)."""
         self.wait_for_save()
         self._take_fingerprint()
-        if self._thread is not None:
-            self._thread.poll()
+        metadata = self._metadata
+        if self._thread is not None and metadata is not None:
+            self._thread.poll(metadata.pinned_loads, EARLY_BYTES if metadata.idle else 0)
         self._completed = self._completions.take()
         return None, self._completed.recving or None
 
