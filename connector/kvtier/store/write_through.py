@@ -157,10 +157,12 @@ class WriteThrough:
             self._missing = None
 
     def configured(self) -> None:
-        """Live settings have changed: what waits for a budget may be written at once."""
+        """Live settings have changed: what waits for a budget may be written at once, and so may
+        what another policy kept out, or what has failed."""
         for secondary in self._tiers.all:
             self._stop_timer(secondary)
             self._draw(secondary)
+        self._write_missing()
 
     def maybe_write(self, entry: Entry) -> None:
         """Writes an object with checksums to every tier whose policy asks for it and that does not
