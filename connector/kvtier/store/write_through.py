@@ -202,7 +202,7 @@ class WriteThrough:
         refused = self._refused(secondary, size)
         waits = refused == "write_budget" or (
             # Some write is in progress, whose end draws from the backlog.
-            refused == "too_many_pending" and secondary.pending_store_bytes
+            refused == "too_many_pending" and self._pending_bytes(secondary)
         )
         if waits:
             if self._backlogs[secondary].add(entry):
@@ -234,9 +234,17 @@ class WriteThrough:
 
     def _has_room(self, secondary: SecondaryTier, size: int) -> bool:
         bound = min(secondary.settings.max_pending_store_bytes, self._max_pinned_bytes)
+        members = self._tiers.group_of(secondary).members
         # A volume that hangs must not use what the others may have pending.
-        bound //= len(self._tiers.group_of(secondary).members)
-        return secondary.pending_store_bytes + size <= bound
+        if secondary.pending_store_bytes + size <= bound // len(members):
+            return True
+        # An object may be larger than a volume's part.
+        return not secondary.pending_store_bytes and self._pending_bytes(secondary) + size <= bound
+
+    def _pending_bytes(self, secondary: SecondaryTier) -> int:
+        """Of all volumes of the tier."""
+        members = self._tiers.group_of(secondary).members
+        return sum(member.pending_store_bytes for member in members)
 
     def _written(
         self,
@@ -256,14 +264,15 @@ class WriteThrough:
         self._release(secondary, entry, size)
         if error is not None:
             self._tiers.note_error(secondary, entry.namespace, entry.key, error)
-        self._draw(secondary)
+        for member in self._tiers.group_of(secondary).members:
+            self._draw(member)
 
     def _draw(self, secondary: SecondaryTier) -> None:
         """Starts writes of the backlog for which the tier has room again."""
         backlog = self._backlogs[secondary]
         while secondary.usable and (entry := backlog.first()) is not None:
             size = 0 if entry.meta is None else entry.meta.payload_bytes
-            if secondary.pending_store_bytes and not self._has_room(secondary, size):
+            if self._pending_bytes(secondary) and not self._has_room(secondary, size):
                 return
             if self._await_budget(secondary):
                 return

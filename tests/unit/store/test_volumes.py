@@ -315,3 +315,13 @@ def test_the_cost_of_a_tier_is_that_of_its_volumes_together() -> None:
     )
     assert estimate is not None
     assert (estimate.bytes_per_second, threads, queued) == (3 * slowest, 6, 0)
+
+
+def test_an_object_larger_than_a_volumes_part_of_the_queue_is_written() -> None:
+    found = fixture(max_pending_store_bytes=4096)
+    for chunk in range(12):
+        found.put(chunk)
+    found.settle("hash")
+    assert len(found.calls("write:")) == 1
+    found.settle()
+    assert sum(len(tier.objects) for tier in found.tiers) == 12
