@@ -966,16 +966,19 @@ class StoreMachine(RuleBasedStateMachine):
         )
 
     def check_files_hold_what_ram_holds(self) -> None:
-        """In an idle store whose tiers work, every tier has what RAM has: no backlog and no failed
-        volume keeps anything from it, and each object is in one volume that serves."""
+        """In an idle store whose tiers work, files hold what RAM holds: no backlog and no failed
+        volume keeps anything from them. (What was read from one tier is not written to another one
+        before its next use.)"""
         store = self.driver.fixture.store
         for entry in store._resident.entries():
             if not entry.persistent or entry.meta is None:
                 continue
-            for group in store._tiers.groups:
-                assert group.tier.contains(entry.ref), f"{group.name} lacks what RAM has"
-                holder = group.holder(entry.namespace, entry.key, self.now)
-                assert holder is not None, "no usable volume holds the object"
+            holders = [
+                group.holder(entry.namespace, entry.key, self.now)
+                for group in store._tiers.groups
+                if group.tier.contains(entry.ref)
+            ]
+            assert any(holders), "no usable tier or volume holds what RAM holds"
 
 
 def _offset(base: memoryview, part: memoryview) -> int:
