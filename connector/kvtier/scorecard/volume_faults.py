@@ -39,9 +39,11 @@ class VolumesContext:
 
     def state(self, volume: str) -> str:
         """The state of a volume, from the daemon's status."""
-        tiers = self.testbed.tierd.status().get("tiers", [])
-        volumes = next((tier["volumes"] for tier in tiers if tier["name"] == "disk"), [])
-        return next((str(each["state"]) for each in volumes if each["name"] == volume), "")
+        for tier in self.testbed.tierd.status().get("tiers", []):
+            for each in tier["volumes"]:
+                if (tier["name"], each["name"]) == ("disk", volume):
+                    return str(each["state"])
+        return ""
 
 
 VolumeFault = Callable[[VolumesContext, float, Measurements], None]
