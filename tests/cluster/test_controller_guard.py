@@ -233,6 +233,17 @@ ESCALATIONS = [
     )),
     Call("foreign Secret deleted", "DELETE", core("secrets", "db")),
     Call("Secret changed", "PATCH", core("secrets", "db"), {"data": {"a": "eA=="}}, MERGE),
+    Call("Secret read", "GET", core("secrets", "db"), query=()),
+    Call("Secret read by a patch", "PATCH", core("secrets", "db"), {}, MERGE, ()),
+    Call("Secret read by a dry run", "PATCH", core("secrets", "db"), {}, MERGE),
+    Call("Secret read by an apply", "PATCH", core("secrets", "db"), {
+        "apiVersion": "v1", "kind": "Secret", "metadata": {"name": "db", "labels": LABELS}
+    }, APPLY, ("dryRun=All", "fieldManager=kvtier", "force=true")),
+    Call("Secret of another name read", "PATCH", core("secrets", "labelled"), {}, MERGE),
+    Call("token changed", "PATCH", core("secrets", "chat-token"), {
+        "data": {"token": "eA=="}
+    }, MERGE, ()),
+    Call("token of an account read", "PATCH", core("secrets", "old-token"), {}, MERGE),
     Call("Secrets listed", "GET", core("secrets"), query=()),
     Call("certificate deleted", "DELETE", core("secrets", "kvtier-webhook-certificates", OPERATOR)),
     Call("another Secret of the operator", "POST", core("secrets", "", OPERATOR), {
@@ -305,6 +316,7 @@ WRITES = [
     Call("token", "POST", core("secrets"), child(
         "Secret", "chat-token", **SECRET
     ), query=("dryRun=All", "fieldManager=kvtier")),
+    Call("token read", "PATCH", core("secrets", "chat-token"), {}, MERGE),
     Call("claim", "PATCH", core("persistentvolumeclaims", "chat-disk-2"), child(
         "PersistentVolumeClaim", "chat-disk-2", spec=CLAIM
     ), APPLY, ("dryRun=All", "fieldManager=kvtier", "force=true")),
@@ -377,6 +389,12 @@ def _objects_of_others() -> list[tuple[str, Any]]:
         (core("configmaps"), {"metadata": {"name": "mine"}}),
         (core("configmaps"), child("ConfigMap", "chat-live", data={"live.json": "{}"}, owners=[])),
         (core("secrets"), {"metadata": {"name": "db"}, **SECRET}),
+        (core("secrets"), child("Secret", "labelled", owners=[], **SECRET)),
+        (core("secrets"), child("Secret", "chat-token", owners=[], **SECRET)),
+        (core("secrets"), {"metadata": {
+            "name": "old-token",
+            "annotations": {"kubernetes.io/service-account.name": "default"},
+        }, "type": "kubernetes.io/service-account-token"}),
         (core("secrets", "", OPERATOR), {
             "metadata": {"name": "kvtier-webhook-certificates"},
             "type": "Opaque", "data": {"tls.crt": "eA=="},
