@@ -180,8 +180,7 @@ async def _row(
         leader.process.send_signal(signal.SIGKILL)
         killed = time.perf_counter()
         change = asyncio.ensure_future(scale.change(client, namespace, "p0000"))
-        while not await asyncio.to_thread(_leads, replica):
-            await asyncio.sleep(0.05)
+        await _until("the replica leads", lambda: _leads(replica))
         leading = time.perf_counter() - killed
         await change
         pods = arguments.governed if home.name == "few" else arguments.pods

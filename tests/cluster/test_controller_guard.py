@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
+import guard_leader_worker_sets
 import pytest
 
 pytest.importorskip(
@@ -304,6 +305,15 @@ ESCALATIONS = [
 ]  # fmt: skip
 """Without ``# fmt: skip`` each call would take ten lines."""
 
+SETS = f"/apis/{guard_leader_worker_sets.GROUP}/v1/namespaces/{SPACE}/leaderworkersets"
+ESCALATIONS += [
+    Call("LeaderWorkerSet created", "POST", SETS, guard_leader_worker_sets.objects()[0]),
+    Call("LeaderWorkerSet deleted", "DELETE", f"{SETS}/both"),
+    *(
+        patch(f"LeaderWorkerSet: {name}", f"{SETS}/{found}", body)
+        for name, (found, body) in guard_leader_worker_sets.ESCALATIONS.items()
+    ),
+]
 WRITES = [
     Call("live values", "PATCH", core("configmaps", "chat-live"), child(
         "ConfigMap", "chat-live", data={"live.json": "{}"}
@@ -335,6 +345,12 @@ WRITES = [
 ]  # fmt: skip
 
 
+WRITES += [
+    patch(f"LeaderWorkerSet: {name}", f"{SETS}/{found}", body)
+    for name, (found, body) in guard_leader_worker_sets.WRITES.items()
+]
+
+
 @pytest.fixture(scope="module")
 def account(
     full_cluster: Any, charts: ModuleType, full_api: Any, nodes: ModuleType, rest: ModuleType
@@ -347,6 +363,9 @@ def account(
         try:
             found.install(VALUES)
             nodes.make_namespace(full_api, SPACE)
+            definition = guard_leader_worker_sets.definition()
+            full_api.request("POST", guard_leader_worker_sets.DEFINITIONS, definition)
+            nodes.wait_for("the kind is served", lambda: full_api.request("GET", SETS)[0] == 200)
             for path, body in _objects_of_others():
                 status, answer = full_api.request("POST", path, body)
                 # A controller of another test may have left its certificate.
@@ -373,6 +392,8 @@ def account(
                          apps("deployments", "dns", "kube-system"),
                          "/api/v1/persistentvolumes/kvtier-foreign",
                          core("secrets", "kvtier-webhook-certificates", OPERATOR),
+                         f"{guard_leader_worker_sets.DEFINITIONS}/leaderworkersets."
+                         f"{guard_leader_worker_sets.GROUP}",
                          f"/api/v1/namespaces/{SPACE}"):  # fmt: skip
                 full_api.request("DELETE", path)
 
@@ -406,6 +427,7 @@ def _objects_of_others() -> list[tuple[str, Any]]:
          | {"involvedObject": {"kind": "Pod", "name": "x", "namespace": SPACE}}),
         (apps("deployments"), workload("Deployment")),
         (apps("statefulsets"), workload("StatefulSet", serviceName="web")),
+        *((SETS, body) for body in guard_leader_worker_sets.objects()),
         ("/api/v1/persistentvolumes", {
             "metadata": {"name": "kvtier-foreign"}, "spec": volume()["spec"]
         }),
