@@ -16,6 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.tiers.filesystem import record
+from kvtier.tiers.filesystem.announcements import (
+    LogRole,
+    log_blocks,
+    log_bytes,
+    reported_blocks,
+)
 from kvtier.tiers.filesystem.directory import TierDirectory
 from kvtier.tiers.filesystem.election import (
     HEARTBEAT_SECONDS,
@@ -53,6 +59,7 @@ _MAX_UNREMOVABLE = 8
 """Files that cannot be removed in one eviction. With more of them the file system itself fails."""
 _RECENT_COUNT_SECONDS = 1.0
 """A count that ended so recently has found everything that can be found."""
+_FILLED_COUNT_SECONDS = 10.0
 
 BucketName = tuple[str, str, str]
 
@@ -106,13 +113,27 @@ class Janitor:
     # The ledger.
 
     @property
+    def _capacity_bytes(self) -> int:
+        """The capacity, or what the file system has for the directory if that is less."""
+        capacity, space = self._directory.limits().capacity_bytes, self._directory.free_space
+        allowed = None if space is None else space.allowed_bytes()
+        return capacity if allowed is None else min(capacity, allowed)
+
+    @property
     def limit_bytes(self) -> int:
         """What may be charged."""
-        return limit_bytes(self._directory.limits().capacity_bytes, len(self._writers))
+        capacity, writers = self._capacity_bytes, len(self._writers)
+        logs = log_bytes(capacity, writers) if self._directory.announcements.enabled else 0
+        return limit_bytes(capacity, writers) - logs
 
     def grant_bytes(self) -> int:
         """Size of a grant."""
-        return grant_bytes(self._directory.limits().capacity_bytes, len(self._writers))
+        return grant_bytes(self._capacity_bytes, len(self._writers))
+
+    def _follow_free_space(self) -> None:
+        space, held = self._directory.free_space, self.ledger.held_bytes(self._reported_bytes())
+        if space is not None and held is not None:
+            space.follow(held)
 
     def write_ledger(self, now: float, *, released: bool = False) -> None:
         """Writes the ledger if it has changed or a heartbeat is due; then removes the files of the
@@ -133,6 +154,8 @@ class Janitor:
                 for name, writer in self._writers.items()
             },
         )
+        if self._directory.announcements.enabled:
+            document["logs"] = self._logs()
         try:
             record.rewrite(self._path / LEDGER, document)
         except OSError as error:
@@ -144,6 +167,29 @@ class Janitor:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
         self._settled_paths.clear()
+
+    def _logs(self) -> list[int]:
+        """What the ledger says about logs (``announcements.role_in_ledger``)."""
+        each, leader = log_blocks(self._directory.limits().capacity_bytes, len(self._writers))
+        written = self._directory.announcements.written(True, self._path)
+        # A writer whose record has not been read says nothing yet.
+        complete = all(
+            not writer.record or reported_blocks(writer.record) is not None
+            for writer in self._writers.values()
+        )
+        return [each, leader, written, int(complete)]
+
+    def log_role(self, path: Path | None, name: str) -> LogRole:
+        """The role of the leader, which is the writer of that name and directory."""
+        each, leader = log_blocks(self._directory.limits().capacity_bytes, len(self._writers))
+        others = {
+            other: blocks
+            for other, writer in self._writers.items()
+            if other != name and (blocks := reported_blocks(writer.record)) is not None
+        }
+        return LogRole(
+            path, self._path, True, each, leader, writers=others, count=len(self._writers)
+        )
 
     # Writers.
 
@@ -157,6 +203,7 @@ class Janitor:
             self._listed_at = now
             for name in listdir_uncached(writers_path(self._root)):
                 self._writers.setdefault(name, _WriterState())
+        self._follow_free_space()
         busy = False
         for name, writer in list(self._writers.items()):
             found = read_writer(self._root, name)
@@ -350,9 +397,10 @@ class Janitor:
         """Evicts one batch on the way from above the high watermark to the low one. True if there
         is more to evict at once.
         """
-        limits, limit = self._directory.limits(), self.limit_bytes
         if self.ledger.base_bytes is None:
             return False
+        self._follow_free_space()
+        limits, limit = self._directory.limits(), self.limit_bytes
         low = limit * limits.low_watermark_percent // 100
         if self._surplus(limit) > 0 and self.ledger.granted_bytes > limit // _REVOKE_FRACTION:
             self.revoke_grants(now)
@@ -362,10 +410,16 @@ class Janitor:
         if self._surplus(low) <= 0:
             self._evicting = False
         elif not self._evicting and (
-            now - self._counted_at > _RECENT_COUNT_SECONDS or self._index.unindexed
+            now - self._counted_at > self._recent_count_seconds or self._index.unindexed
         ):
             self.needs_full_count = True
         return self._evicting
+
+    @property
+    def _recent_count_seconds(self) -> float:
+        """While others fill the file system, nothing may be left to evict for days."""
+        filled = self._capacity_bytes < self._directory.limits().capacity_bytes
+        return _FILLED_COUNT_SECONDS if filled else _RECENT_COUNT_SECONDS
 
     def evict(self, surplus_bytes: int, at_most: int | None = None) -> int:
         """Removes objects, the ends of the least recently used prefixes first, until
@@ -410,6 +464,8 @@ class Janitor:
             freed += DIRECTORY_BYTES
         self.evicted += 1
         self._directory.drop(namespace, key)
+        if freed:
+            self._directory.announcements.removed(namespace, key)
         return freed
 
     def credit(self, namespace: str, path: str, size_bytes: int) -> None:

@@ -21,13 +21,14 @@ A writer rewrites its record at least every ``HEARTBEAT_SECONDS``. Its fields on
 ``ask`` (number of the latest request) with ``bytes`` and ``least``; ``used``, the bytes in files of
 every grant; ``settled``, the grants that ended with their used bytes, until the ledger accounts for
 them; ``closed``; ``full`` and ``recount``, counters that are incremented when the file system is
-full and when the ledger may be wrong.
+full and when the ledger may be wrong; ``log``, how many blocks its log of announcements has had.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,17 @@ class Ledger:
     def charge_bytes(self) -> int | None:
         """What counts as used. None until the base is known."""
         return None if self._base_bytes is None else self._base_bytes + self.granted_bytes
+
+    def held_bytes(self, reported: Mapping[tuple[str, int], int]) -> int | None:
+        """What the directory holds: the base, and the bytes that writers ``reported`` for each
+        grant. None until the base is known.
+        """
+        if self._base_bytes is None:
+            return None
+        return self._base_bytes + sum(
+            max(min(reported.get(name, 0), grant.size_bytes) - grant.counted_bytes, 0)
+            for name, grant in self._grants.items()
+        )
 
     def open_grants(self, writer: str) -> list[int]:
         """Numbers of a writer's grants that are charged."""
@@ -336,6 +348,8 @@ class Writer:
         self.server_time = 0.0
         """The file system's clock at the latest heartbeat, in seconds since its epoch."""
         self.revocations = 0
+        self.announced: int | None = None
+        """Blocks of this writer's log of announcements; None: it does not announce."""
         self._root = root
         self._modes = modes
         self._grants = grants
@@ -349,6 +363,11 @@ class Writer:
     def registered(self) -> bool:
         """Whether this writer has a directory, as far as it knows."""
         return bool(self.name)
+
+    @property
+    def path(self) -> Path | None:
+        """This writer's directory; None if it has none."""
+        return self._path if self.registered else None
 
     def lease_valid(self, now: float) -> bool:
         """Whether the lease holds at ``now``. If not, the leader may have fenced this writer."""
@@ -418,6 +437,8 @@ class Writer:
         self._document["used"] = {
             str(number): used for number, used in self._grants.used_bytes().items()
         }
+        if self.announced is not None:
+            self._document["log"] = self.announced
         try:
             self.server_time = record.rewrite(self._path / RECORD, self._document)
         except OSError as error:
