@@ -79,9 +79,7 @@ class Versions:
             body |= {"apiVersion": f"kvtier.io/{NEXT}", "kind": "KVTierPolicy"}
             self._nodes.ok(self._api.request("PUT", f"{path}/{body['metadata']['name']}", body))
         status = {"status": {"storedVersions": [NEXT]}}
-        self._nodes.ok(
-            self._api.request("PATCH", f"{PATH}/status", status, content_type=MERGE)
-        )
+        self._nodes.ok(self._api.request("PATCH", f"{PATH}/status", status, content_type=MERGE))
 
 
 @pytest.fixture
