@@ -73,7 +73,7 @@ class Versions:
         return set(self._nodes.ok(self._api.request("GET", PATH))["status"]["storedVersions"])
 
     def rewrite(self) -> None:
-        """Stores every object anew, and records that the earlier version is stored no more."""
+        """Stores every object again, and records that the earlier version is stored no more."""
         path = POLICIES.format(NEXT, self.namespace)
         for body in self._nodes.ok(self._api.request("GET", path))["items"]:
             body |= {"apiVersion": f"kvtier.io/{NEXT}", "kind": "KVTierPolicy"}

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
-from kvtier_operator.api.base import Integer, MapKey, Model
+from kvtier_operator.api.base import Accepts, Integer, MapKey, Model
 from kvtier_operator.api.conditions import ConditionType
 
 Text = Annotated[str, Field(max_length=1024)]
@@ -21,7 +21,8 @@ CONDITION_TYPE = (
     r"(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])$"
 )
 """Both as in ``metav1.Condition``."""
-ReasonText = Annotated[str, Field(min_length=1, max_length=253, pattern=REASON)]
+IN_CAMEL_CASE = Accepts("a reason in CamelCase")
+ReasonText = Annotated[str, Field(min_length=1, max_length=253, pattern=REASON), IN_CAMEL_CASE]
 
 
 class TierState(StrEnum):
@@ -112,6 +113,7 @@ class Condition(Reported):
 
     type: Annotated[
         str,
+        Accepts("a type of condition in CamelCase"),
         Field(
             min_length=1,
             max_length=316,
@@ -124,6 +126,7 @@ class Condition(Reported):
     ]
     reason: Annotated[
         str,
+        IN_CAMEL_CASE,
         Field(min_length=1, max_length=1024, pattern=REASON, description="Reason, in CamelCase."),
     ]
     message: Annotated[str, Field(max_length=32_768, description="Human-readable explanation.")] = (

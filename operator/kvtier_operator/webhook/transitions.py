@@ -42,7 +42,7 @@ def transition_warnings(before: KVTierPolicy, after: KVTierPolicy) -> Iterator[s
             gone.remove(renamed)
             yield (
                 f'{path}.name: "{tier.name}" is another tier than "{renamed.name}": pods get it '
-                "when they are replaced, and its metrics and status begin anew"
+                "when they are replaced, and its metrics and status begin again"
                 f"{_claim(before, renamed)}"
             )
     for tier in gone:
