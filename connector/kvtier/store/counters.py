@@ -73,6 +73,11 @@ COUNTERS: dict[str, CounterLabels] = {
         "unkeyed", "unknown_key", "unreadable", "wrong_tag",
     ),
     "tier_late_reads": _tier("Reads that are still running long after their deadline."),
+    "tier_lookups": _tier(
+        "Lookups of keys that are not in the index of a shared tier, by result.",
+        "absent", "busy", "found", "timed_out", "too_slow",
+    ),
+    "tier_lookups_failed": _tier("Failed lookups in a shared tier.", *TIER_ERRORS),
     "tier_maintain_failed": _tier("Failed maintenance runs of a tier.", *TIER_ERRORS),
     "tier_objects_not_indexed": _tier("Objects that a tier holds and has no memory to index."),
     "tier_open_failed": _tier("Failed attempts to open a tier.", *TIER_ERRORS),
@@ -101,7 +106,8 @@ COUNTERS: dict[str, CounterLabels] = {
         "recovered_corrupt", "selection", "tier_timeout", "too_many_promotions",
     ),
     "promotions_ended": _global(
-        "Promotions that ended, by outcome.", "whole", "partial", "failed", "cancelled"
+        "Promotions that ended, by outcome.",
+        "absent", "cancelled", "failed", "partial", "whole",
     ),
     "promotions_out_of_time": _global("Promotions that reached the deadline of their request."),
     "selections": _global(

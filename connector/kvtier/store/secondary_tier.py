@@ -262,6 +262,8 @@ class SecondaryTiers:
             for i, tier in enumerate(tiers)
         ]
         self.usable_bits = RAM_BITS
+        self.asked_bits = 0
+        """Of the usable tiers that are asked for keys that the index lacks."""
         self.configure(live)
         for secondary in self.all:
             self._submit_open(secondary)
@@ -300,6 +302,10 @@ class SecondaryTiers:
                     load_timeout_seconds=settings.load_timeout_seconds,
                 )
             )
+
+    def holds(self, namespace: str, key: bytes) -> bool:
+        """Whether the key is in RAM or in a usable tier, as far as the index knows."""
+        return bool(self._index.bits(namespace, key) & self.usable_bits)
 
     def best_for(self, namespace: str, key: bytes, excluded_bits: int = 0) -> SecondaryTier | None:
         """The usable tier of highest weight that holds the key and is not among ``excluded_bits``;
@@ -444,11 +450,13 @@ class SecondaryTiers:
             handler()
 
     def _announce_usable(self) -> None:
-        bits = RAM_BITS
+        bits, asked = RAM_BITS, 0
         for secondary in self.all:
-            bits |= secondary.bit if secondary.usable else 0
-        if bits != self.usable_bits:
-            self.usable_bits = bits
+            if secondary.usable:
+                bits |= secondary.bit
+                asked |= secondary.bit if secondary.tier.asks_on_miss else 0
+        if (bits, asked) != (self.usable_bits, self.asked_bits):
+            self.usable_bits, self.asked_bits = bits, asked
             self._context.emit(UsableTiersChanged(bits))
 
     def _maintain(self, secondary: SecondaryTier) -> None:
@@ -472,6 +480,7 @@ class SecondaryTiers:
             context.count("tier_maintain_failed", secondary.name, reason)
             self._note_failure(secondary, error)
         self._count_totals(secondary)
+        self._announce_usable()
         context.timers.at(context.clock() + MAINTAIN_SECONDS, partial(self._maintain, secondary))
 
     def _count_totals(self, secondary: SecondaryTier) -> None:

@@ -127,6 +127,12 @@ class Tier(ABC):
     def configure(self, limits: TierLimits) -> None:
         """Applies changed live settings."""
 
+    @property
+    def asks_on_miss(self) -> bool:
+        """Whether a key that is not in the index may be in the storage nevertheless, so that it is
+        worth a ``probe``. No I/O."""
+        return False
+
     @abstractmethod
     def contains(self, ref: ObjectRef) -> bool:
         """Whether the object is in the index. No I/O."""

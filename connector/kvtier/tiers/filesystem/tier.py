@@ -202,6 +202,12 @@ class FileSystemTier(Tier):
         """Whether files are read and written with direct I/O."""
         return self._files.direct
 
+    @property
+    def asks_on_miss(self) -> bool:
+        """Whether other processes use the directory: what they have just stored, or could not
+        announce, is not indexed."""
+        return self.capabilities.shared and self._announcements.role.count > 1
+
     def contains(self, ref: ObjectRef) -> bool:
         """Whether the object is indexed, and not known to be unusable."""
         return self._index.contains(ref.namespace, ref.key) and ref not in self._unusable
@@ -233,14 +239,20 @@ class FileSystemTier(Tier):
 
     def probe(self, ref: ObjectRef) -> bool:
         """Looks up an object that another process may have stored."""
+        path = self._path(ref)
         try:
-            status = os.stat(self._path(ref))
-        except FileNotFoundError:
-            return False
+            status = os.stat(path)
         except OSError as error:
-            if self._is_gone(error):
-                return False
-            raise io.tier_error(error, self._path(ref)) from error
+            if not self._is_gone(error):
+                raise io.tier_error(error, path) from error
+            try:
+                if not self._files.revalidate(path):
+                    return False
+                status = os.stat(path)
+            except OSError as again:
+                if again.errno in GONE:
+                    return False
+                raise io.tier_error(again, path) from again
         if status.st_size <= HEADER_BYTES:
             return False
         if self._index.add(ref.namespace, ref.key, status.st_size):
@@ -251,7 +263,7 @@ class FileSystemTier(Tier):
         """Reads and verifies the object; see the base class."""
         path, generation = self._path(ref), self._unusable.generation
         try:
-            meta, modified = self._files.read(path, ref, into)
+            meta, modified = self._read_file(path, ref, into)
         except TierCorruptError:
             self._discard(ref, path)
             raise
@@ -270,6 +282,15 @@ class FileSystemTier(Tier):
                 os.utime(path)
         previous = self._index.previous(ref.namespace, ref.key)
         return replace(meta, previous=previous) if previous else meta
+
+    def _read_file(self, path: str, ref: ObjectRef, into: memoryview) -> tuple[ObjectMeta, float]:
+        try:
+            return self._files.read(path, ref, into)
+        except OSError as error:
+            # An announced object, which a cache may know as missing since an earlier lookup.
+            if error.errno not in GONE or not self._files.revalidate(path):
+                raise
+        return self._files.read(path, ref, into)
 
     def _read_error(self, ref: ObjectRef, path: str, error: OSError) -> TierError:
         # Opening a directory for direct I/O is EINVAL, a link ELOOP: neither is an object.
