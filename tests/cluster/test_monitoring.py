@@ -16,7 +16,14 @@ from controller_process import Process
 from tests.cluster import admission
 from tests.cluster.admission import LABELLED, WebhookProcess, installed, pod, policy
 from tests.support import controllers
-from tests.support.prometheus import Prometheus, Target, keep_picture, lint, needs_prometheus
+from tests.support.prometheus import (
+    Prometheus,
+    Target,
+    keep_picture,
+    lint,
+    needs_prometheus,
+    traffic_for_pictures,
+)
 from tools.monitoring.alerts import GROUPS, Alert
 from tools.monitoring.operator_board import OPERATOR
 
@@ -150,6 +157,7 @@ def test_a_policy_without_its_storage_is_seen_on_its_panel_and_raises_its_alert(
 
 def test_panels_become_pictures(operating: Operating) -> None:
     """Of all that this file has done. ``make pictures`` keeps them."""
+    traffic_for_pictures(operating.admit)
     text = operating.prometheus.pictures(OPERATOR, time.time() - operating.began)
     titles = [each.text for each in ElementTree.fromstring(text).iter(f"{SVG}text")]
     assert [panel.title for panel in OPERATOR.panels() if panel.title not in titles] == []

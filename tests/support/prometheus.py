@@ -203,6 +203,15 @@ def lint(text: str) -> str:
     return checked.stdout + checked.stderr
 
 
+def traffic_for_pictures(serve: Callable[[], None], seconds: float = 45.0) -> None:
+    """Traffic for some time, if ``make pictures`` runs the test, so that lines are long enough."""
+    if os.environ.get("KVTIER_PICTURES"):
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            serve()
+            time.sleep(0.5)
+
+
 def keep_picture(name: str, text: str) -> None:
     """Writes a picture for the documentation, if ``make pictures`` runs the test."""
     directory = os.environ.get("KVTIER_PICTURES")

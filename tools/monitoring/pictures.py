@@ -13,9 +13,9 @@ from html import escape
 
 from tools.monitoring.panels import Board, Panel
 
-WIDTH, HEIGHT, GAP = 330, 190, 14
-COLUMNS = 3
-PLOT = (44, 34, 276, 104)
+WIDTH, HEIGHT, GAP = 262, 180, 10
+COLUMNS = 4
+PLOT = (44, 34, 206, 96)
 """Left, top, width and height of the plot in a panel."""
 COLOURS = ("#3274d9", "#e0752d", "#5aa64b", "#c4162a", "#8f3bb8", "#b08c00")
 GREEN, RED, GREY = "#37872d", "#c4162a", "#8a8f98"
@@ -37,7 +37,12 @@ def legend(template: str, labels: Mapping[str, str]) -> str:
     """The name of a series, as Grafana makes it."""
     if not template:
         return ""
-    return LABEL.sub(lambda match: labels.get(match[1], ""), template).strip()
+    return LABEL.sub(lambda match: _label(labels.get(match[1], "")), template).strip()
+
+
+def _label(value: str) -> str:
+    """A model that was loaded from a directory has its path as its name."""
+    return value.rstrip("/").rpartition("/")[2] if value.startswith("/") else value
 
 
 def picture(board: Board, data: Mapping[str, Sequence[Series]]) -> str:
@@ -123,7 +128,7 @@ def _legends(shown: Sequence[Series]) -> str:
         y = HEIGHT - 22 + (index // 2) * 14
         colour = COLOURS[index % len(COLOURS)]
         parts.append(f'<path d="M{x} {y - 3}h10" stroke="{colour}" stroke-width="3"/>')
-        name = each.name if len(each.name) <= 27 else f"{each.name[:26]}…"
+        name = each.name if len(each.name) <= 21 else f"{each.name[:20]}…"
         parts.append(_text((x + 14, y), name, 9, colour=GREY))
     return "".join(parts)
 

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 from tools.monitoring.on_call import ON_CALL
 from tools.monitoring.operator_board import OPERATOR
-from tools.monitoring.pictures import Series, format_value, legend, picture
+from tools.monitoring.pictures import PLOT, Series, format_value, legend, picture
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -57,7 +57,7 @@ def test_a_line_goes_where_the_values_go() -> None:
     (x0, y0), (x1, y1) = (map(float, each.split()) for each in (start, end))
     assert x1 > x0
     assert y1 < y0, "SVG counts from the top"
-    assert math.isclose(y0 - y1, 104, abs_tol=0.2)
+    assert math.isclose(y0 - y1, PLOT[3], abs_tol=0.2)
 
 
 @pytest.mark.parametrize(
@@ -83,3 +83,4 @@ def test_names_of_series() -> None:
     assert legend("{{tier}} {{ reason }}", {"tier": "ram", "reason": "late"}) == "ram late"
     assert legend("{{none}}", {}) == ""
     assert legend("", {"tier": "ram"}) == ""
+    assert legend("{{model_name}}", {"model_name": "/tmp/x/model"}) == "model"
