@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
@@ -49,28 +50,36 @@ MAX_WAITING = 1024
 """Questions without an answer that are remembered."""
 _log = logging.getLogger("kvtier.lookup")
 Items = Sequence[tuple[bytes, int]]
-OnAnswer = Callable[[tuple[bytes, ...], tuple[int, ...]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class LookupCallbacks:
+    """Called on the I/O thread, in order; none may block. ``on_attached`` gets the server's
+    instance. ``on_answer`` gets (keys, stores) of every answer, before ``ask`` returns them."""
+
+    on_attached: Callable[[str], None] = lambda _instance: None
+    on_lost: Callable[[str], None] = lambda _reason: None
+    on_answer: Callable[[tuple[bytes, ...], tuple[int, ...]], None] = lambda _keys, _stores: None
+
+
+NO_CALLBACKS = LookupCallbacks()
 
 
 class LookupClient:
-    """Attaches to the server of ``greeting.engine``, and again whenever one of both has restarted.
-
-    ``on_answer`` gets (keys, stores) of every answer, on the I/O thread, before ``ask`` returns
-    them. It must not block.
-    """
+    """Attaches to the server of ``greeting.engine``, and again whenever one of both has restarted."""
 
     def __init__(
         self,
         directory: Path,
         greeting: Greeting,
-        on_answer: OnAnswer = lambda _keys, _stores: None,
+        callbacks: LookupCallbacks = NO_CALLBACKS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Raises ``LookupUnavailableError`` for a path that no socket can have."""
         self._directory = directory
         self._endpoint = f"ipc://{socket_path(directory, greeting.engine)}"
         self._greeting = encode(greeting)
-        self._on_answer = on_answer
+        self._callbacks = callbacks
         self._clock = clock
         self._numbers = count(1)
         self._condition = threading.Condition()
@@ -210,7 +219,7 @@ class LookupClient:
             _log.exception("the lookup client has ended")
             self.counts["failed"] += 1
         finally:
-            self._drop()
+            self._drop("this process detaches")
             with self._condition:
                 descriptor, self._wake_descriptor = self._wake_descriptor, -1
             os.close(descriptor)
@@ -223,8 +232,10 @@ class LookupClient:
         until = self._retry_at
         if self._connection is not None:
             self._connection.register(poller, until_connected=not self._greeted)
-            until = min(self._ping_at, self._heard_at + SILENCE_SECONDS) if self._greeted else (
-                now + RETRY_SECONDS
+            until = (
+                min(self._ping_at, self._heard_at + SILENCE_SECONDS)
+                if self._greeted
+                else (now + RETRY_SECONDS)
             )
         events = dict(poller.poll(max(0, int((until - now) * 1000) + 1)))
         if self._wake_descriptor in events:
@@ -246,7 +257,7 @@ class LookupClient:
             return
         if self._greeted and (ended or self._clock() - self._heard_at > SILENCE_SECONDS):
             self.counts["lost"] += 1
-            self._drop()
+            self._drop("the connection is closed" if ended else "the server is silent")
         elif not self._greeted:
             if connection.writable and connection.send(self._greeting):
                 self._greeted, self._heard_at, self._ping_at = True, now, now + PING_SECONDS
@@ -301,15 +312,15 @@ class LookupClient:
                 self._attached = True
             self.declined_reason = ""
             self.counts["attached"] += 1
+            self._callbacks.on_attached(message.instance)
         elif isinstance(message, Stranger):
-            # The server was started again behind a connection that has survived.
-            self._drop()
+            self._drop("the server was started again")
         elif isinstance(message, Declined):
             self.counts["declined"] += 1
             if message.reason != self.declined_reason:
                 _log.warning("no lookups: %s", message.reason)
             self.declined_reason = message.reason
-            self._drop()
+            self._drop(message.reason)
             self._retry_at = self._clock() + DECLINED_RETRY_SECONDS
 
     def _take_answer(self, answer: Answer) -> None:
@@ -318,15 +329,13 @@ class LookupClient:
         if keys is None or len(answer.stores) > len(keys):
             self.counts["unexpected"] += 1
             return
-        self._on_answer(keys, answer.stores)
+        self._callbacks.on_answer(keys, answer.stores)
         with self._condition:
             if answer.request in self._wanted:
                 self._answers[answer.request] = answer.stores
                 self._condition.notify_all()
-            else:
-                self.counts["late"] += 1
 
-    def _drop(self) -> None:
+    def _drop(self, reason: str) -> None:
         """Ends the connection. What was queued is void, and who waits gets no answer."""
         connection, self._connection = self._connection, None
         if connection is not None:
@@ -334,11 +343,13 @@ class LookupClient:
         self._greeted = False
         self._retry_at = self._clock() + RETRY_SECONDS
         with self._condition:
-            self._attached = False
+            attached, self._attached = self._attached, False
             self._outgoing.clear()
             self._waiting.clear()
             self._wanted.clear()
             self._condition.notify_all()
+        if attached:
+            self._callbacks.on_lost(reason)
 
 
 def greeting(role: str, engine: str, ranks: int, rank: int = 0) -> Greeting:

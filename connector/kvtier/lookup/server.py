@@ -117,9 +117,7 @@ class LookupServer:
                 return False
         return True
 
-    def _run(
-        self, context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes]
-    ) -> None:
+    def _run(self, context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes]) -> None:
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
         try:
@@ -213,7 +211,8 @@ class LookupServer:
         if any(not 0 < len(key) <= MAX_KEY_BYTES for key in keys):
             self.counts["invalid"] += 1
             return Answer(request=ask.request, stores=())
-        seconds = min(max(ask.seconds, 0.0), MAX_ASK_SECONDS)
+        # Not ``min``: a number that is none would come through.
+        seconds = ask.seconds if 0.0 <= ask.seconds <= MAX_ASK_SECONDS else MAX_ASK_SECONDS
         return Answer(request=ask.request, stores=index.look_up(keys, now + seconds))
 
     def _take(self, index: CommitIndex, client: _Client, message: Stored | Lost) -> None:
