@@ -66,7 +66,7 @@ NO_CALLBACKS = LookupCallbacks()
 
 
 class LookupClient:
-    """Attaches to the server of ``greeting.engine``, and again whenever one of both has restarted."""
+    """Attaches to the server of ``greeting.engine``, and again after a restart of either end."""
 
     def __init__(
         self,
@@ -215,7 +215,7 @@ class LookupClient:
             while not self._closing:
                 self._wait()
                 self._step(context)
-        except Exception:
+        except Exception:  # noqa: BLE001 - the engine serves without lookups
             _log.exception("the lookup client has ended")
             self.counts["failed"] += 1
         finally:

@@ -126,8 +126,7 @@ class LookupServer:
                 if poller.poll(POLL_MILLISECONDS):
                     self._receive(socket)
                 self._forget_silent()
-        except Exception:
-            # Clients notice the silence, and the engine serves without lookups.
+        except Exception:  # noqa: BLE001 - clients notice, and the engine serves without lookups
             _log.exception("the lookup server has ended")
             self.counts["failed"] += 1
         finally:

@@ -1,4 +1,4 @@
-"""Lookups over ZeroMQ: restarts of both ends, a server that hangs, and senders that are not ours."""
+"""Lookups over ZeroMQ: restarts of both ends, a server that hangs, and foreign senders."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -35,6 +35,7 @@ VISIBLE_SECONDS = 10.0
 """How long a stored object may take until its back end has it."""
 _POLL_SECONDS = 0.002
 _MARKER_KIND = b"marker"
+T = TypeVar("T")
 _log = logging.getLogger("kvtier.lmcache")
 
 
@@ -68,7 +69,9 @@ class RankCache:
             self._storage.remove(key)
             return transfer.failure or "no_room"
         except Exception as error:  # noqa: BLE001 - the back ends raise whatever their libraries do
-            _log.warning("KVTier: LMCache cannot store a chunk: %s: %s", type(error).__name__, error)
+            _log.warning(
+                "KVTier: LMCache cannot store a chunk: %s: %s", type(error).__name__, error
+            )
             return "storage_failed"
         finally:
             transfer.gate.close()
@@ -153,7 +156,7 @@ class RankCache:
             _log.warning("KVTier: LMCache cannot be closed: %s", error)
 
 
-def _mapped[T](call: Callable[[], T]) -> T:
+def _mapped(call: Callable[[], T]) -> T:
     """Turns whatever LMCache raises into ``OSError``."""
     try:
         return call()

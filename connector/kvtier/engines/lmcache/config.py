@@ -76,7 +76,9 @@ def read_file(path: Path) -> LMCacheFile:
             )
     chunk = options.get("chunk_size", DEFAULT_CHUNK_TOKENS)
     if not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1:
-        raise ConfigurationError("lmcache_config.chunk_size", str(chunk), "must be a number above 0")
+        raise ConfigurationError(
+            "lmcache_config.chunk_size", str(chunk), "must be a number above 0"
+        )
     if options.get("remote_serde") not in (None, "naive"):
         raise ConfigurationError(
             "lmcache_config.remote_serde",
