@@ -352,6 +352,8 @@ class LookupClient:
             self._callbacks.on_lost(reason)
 
 
-def greeting(role: str, engine: str, ranks: int, rank: int = 0) -> Greeting:
+def greeting(role: str, engine: str, ranks: int, rank: int = 0, identity: str = "") -> Greeting:
     """Returns the first message of a process."""
-    return Greeting(protocol=PROTOCOL, role=role, engine=engine, ranks=ranks, rank=rank)
+    return Greeting(
+        protocol=PROTOCOL, role=role, engine=engine, ranks=ranks, rank=rank, identity=identity
+    )

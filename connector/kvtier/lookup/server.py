@@ -59,20 +59,21 @@ class _Client:
 
 
 class LookupServer:
-    """Answers for one engine. ``make_index`` runs on the server's thread."""
+    """Answers for one engine, which ``greeting`` describes as its processes do. ``make_index`` runs
+    on the server's thread."""
 
     def __init__(
         self,
         directory: Path,
-        engine: str,
-        ranks: int,
+        greeting: Greeting,
         make_index: Callable[[], CommitIndex],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._directory = directory
-        self._path = socket_path(directory, engine)
-        self._engine = engine
-        self._ranks = ranks
+        self._path = socket_path(directory, greeting.engine)
+        self._engine = greeting.engine
+        self._ranks = greeting.ranks
+        self._identity = greeting.identity
         self._make_index = make_index
         self._clock = clock
         self._clients: dict[bytes, _Client] = {}
@@ -199,6 +200,8 @@ class LookupServer:
             return f"engine {greeting.engine!r}: this is the server of {self._engine!r}"
         if greeting.ranks != self._ranks:
             return f"{greeting.ranks} ranks: must be {self._ranks}"
+        if greeting.identity != self._identity:
+            return "the engine has another model or configuration"
         if greeting.role not in (SCHEDULER, RANK):
             return f"role {greeting.role!r}: must be {SCHEDULER!r} or {RANK!r}"
         if greeting.role == RANK and not 0 <= greeting.rank < self._ranks:

@@ -33,13 +33,16 @@ class LookupMessage(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_o
 
 
 class Greeting(LookupMessage, frozen=True, kw_only=True):
-    """First message of a process, and again after ``Stranger``. ``ranks``: of the engine."""
+    """First message of a process, and again after ``Stranger``. ``ranks``: of the engine.
+    ``identity``: digest of what shapes its KV, so that two models with one engine name never meet.
+    """
 
     protocol: str
     role: str
     engine: str
     ranks: int
     rank: int = 0
+    identity: str = ""
 
 
 class Ask(LookupMessage, frozen=True, kw_only=True):

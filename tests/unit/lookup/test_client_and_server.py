@@ -55,7 +55,9 @@ class Host:
 
     def serve(self) -> LookupServer:
         server = LookupServer(
-            self.directory, ENGINE, 2, lambda: CommitIndex(2, self.storage, clock=time.monotonic)
+            self.directory,
+            greeting(RANK, ENGINE, 2),
+            lambda: CommitIndex(2, self.storage, clock=time.monotonic),
         )
         server.start()
         self.servers.append(server)
@@ -175,6 +177,7 @@ def test_an_answer_may_come_later_without_anyone_waiting(host: Host) -> None:
         (Greeting(protocol=PROTOCOL, role=RANK, engine=ENGINE, ranks=3), "ranks"),
         (Greeting(protocol=PROTOCOL, role=RANK, engine=ENGINE, ranks=2, rank=2), "rank"),
         (Greeting(protocol=PROTOCOL, role="other", engine=ENGINE, ranks=2), "role"),
+        (greeting(RANK, ENGINE, 2, 0, "another"), "model"),
     ],
 )
 def test_a_sender_that_does_not_belong_to_the_engine_is_declined(
