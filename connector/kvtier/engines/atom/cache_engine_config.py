@@ -25,6 +25,7 @@ from kvtier.config.models import (
 from kvtier.engines.atom.config import transfer_config
 from kvtier.engines.lmcache.config import LMCacheFile, read_file, require_lmcache
 from kvtier.errors import ConfigurationError
+from kvtier.planner import Planner
 
 TIER_NAME = "lmcache"
 DEFAULT_MIN_LOAD_TOKENS = 512
@@ -96,7 +97,9 @@ def options_of(config: Any) -> CacheEngineOptions:
         run_directory=Path(str(found.get("run_directory") or default_run_directory())),
         model_revision=str(found.get("model_revision") or ""),
         salt=str(found.get("salt") or ""),
-        lookup_seconds=_seconds(found, "lookup_seconds", DEFAULT_LOOKUP_SECONDS, MAX_LOOKUP_SECONDS),
+        lookup_seconds=_seconds(
+            found, "lookup_seconds", DEFAULT_LOOKUP_SECONDS, MAX_LOOKUP_SECONDS
+        ),
         load_seconds=_seconds(found, "load_seconds", DEFAULT_LOAD_SECONDS, MAX_LOAD_SECONDS),
     )
     if options.file.persistent and not options.model_revision:
@@ -127,3 +130,12 @@ def _seconds(found: Mapping[str, Any], name: str, default: float, most: float) -
         )
     return float(value)
 
+
+def check_chunk(planner: Planner, options: CacheEngineOptions) -> None:
+    """Raises ``ConfigurationError`` unless LMCache's chunks are those of the planner."""
+    if planner.chunk_tokens != options.file.chunk_tokens:
+        raise ConfigurationError(
+            "lmcache_config.chunk_size",
+            str(options.file.chunk_tokens),
+            f"must be a multiple of ATOM's block; {planner.chunk_tokens} is the next one",
+        )

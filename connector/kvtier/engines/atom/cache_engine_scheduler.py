@@ -66,15 +66,26 @@ class CacheEngineScheduler(AtomScheduler):
             end = self._planner.chunks(state.request.num_tokens)
             if self._planner.tokens(end) >= self.loads.min_load_tokens:
                 self._connection.look_up(state.keys(self._planner.hashes_per_chunk)[:end])
+        if self._connection.paused:
+            return 0, False
         return super().get_num_new_matched_tokens(seq)
 
     def should_park_for_load_after_alloc(self, seq: AtomSequence) -> bool:
         """As AtomScheduler's, unless loads have been slower than computing."""
         state = self._state(seq)
+        if self._connection.paused:
+            return False
         if not self._worth_it(state):
             self.loads.counts["slower_than_computing"] += 1
             return False
         return super().should_park_for_load_after_alloc(seq)
+
+    def should_park_partial_prefill_for_load(self, seq: AtomSequence) -> bool:
+        """As AtomScheduler's, unless loads have failed meanwhile."""
+        state = self._find(seq)
+        if state is not None and self._connection.paused:
+            self.loads.drop_handoff(state, "paused")
+        return super().should_park_partial_prefill_for_load(seq)
 
     def _worth_it(self, state: SequenceState) -> bool:
         prefill, rate = self.timer.estimate(), self._seconds_per_token
@@ -137,9 +148,7 @@ class CacheEngineScheduler(AtomScheduler):
         if not succeeded:
             return
         known = self._seconds_per_token
-        self._seconds_per_token = (
-            rate if known is None else known + RATE_WEIGHT * (rate - known)
-        )
+        self._seconds_per_token = rate if known is None else known + RATE_WEIGHT * (rate - known)
 
     def get_statistics(self) -> dict[str, int]:
         """As AtomScheduler's, and the counts of lookups."""

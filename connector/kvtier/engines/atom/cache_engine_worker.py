@@ -40,6 +40,13 @@ def identity_digest(identity: EngineIdentity) -> str:
     return blake3_hex(identity.text.encode(), NAMESPACE_DIGITS)
 
 
+def _opener() -> Callable[..., Any]:
+    """Imports LMCache, which takes seconds."""
+    from kvtier.engines.lmcache.cache import open_cache
+
+    return open_cache
+
+
 class CacheEngineWorker:
     """The worker side of one rank."""
 
@@ -120,15 +127,12 @@ class CacheEngineWorker:
         if copier is None:
             return
         identity = self._identity()
-        open_cache = self._open_cache
-        if open_cache is None:
-            from kvtier.engines.lmcache.cache import open_cache
         text = f"{identity.text}\n{codec_text}\n{rank.rank}/{self._ranks}"
         if identity.ephemeral_reason:
             # What the identity does not cover may differ at the next start.
             text += f"\n{secrets.token_hex(16)}"
         namespace = blake3_hex(text.encode(), NAMESPACE_DIGITS)
-        cache = open_cache(
+        cache = (self._open_cache or _opener())(
             self._options.file.path, namespace, self._ranks, rank.rank, copier, rank.chunk_tokens
         )
         first = greeting(RANK, rank.engine, self._ranks, rank.rank, identity_digest(identity))
@@ -244,13 +248,13 @@ class CacheEngineWorker:
             jobs, self._jobs = self._jobs, None
             client, server = self._client, self._server
             self._client = self._server = None
-        ended = jobs is None or jobs.close(SHUTDOWN_SECONDS)
         if client is not None:
             client.close(SHUTDOWN_SECONDS)
         if server is not None:
             server.close(SHUTDOWN_SECONDS)
+        ended = jobs is not None and jobs.close(SHUTDOWN_SECONDS)
         copier = self._copier
-        if ended and jobs is not None and copier is not None:
+        if ended and copier is not None:
             try:
                 copier.close()
             except KVTierError as error:

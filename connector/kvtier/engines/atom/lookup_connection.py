@@ -14,9 +14,10 @@ import logging
 import secrets
 import threading
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from pathlib import Path
 
 from kvtier.lookup.client import LookupCallbacks, LookupClient
@@ -32,7 +33,6 @@ from kvtier.tierd.wire import (
     Message,
     Ready,
     Reserve,
-    Usable,
     Welcome,
 )
 
@@ -46,6 +46,7 @@ FRESH_SECONDS = 2.0
 """How long an answer is used again for the same prompt."""
 CONFIRM_SECONDS = (0.05, 0.5)
 """When the server is asked for a chunk after its store has ended."""
+MAX_CONFIRMATIONS = 4096
 FAILURES_BEFORE_PAUSE = 3
 FIRST_PAUSE_SECONDS = 1.0
 LAST_PAUSE_SECONDS = 60.0
@@ -91,9 +92,10 @@ class LookupConnection:
         # The scheduler's thread only.
         self._fresh: OrderedDict[bytes, float] = OrderedDict()
         self._reserved: dict[int, Reserved] = {}
-        self._confirm: deque[tuple[float, bytes]] = deque()
+        self._confirm: list[tuple[float, bytes]] = []
+        """A heap of when to ask for which chunk."""
         self._failures = 0
-        self._paused_until: float | None = None
+        self._paused_until = 0.0
 
     def connect(
         self,
@@ -213,7 +215,7 @@ class LookupConnection:
 
     def look_up(self, keys: Sequence[bytes]) -> None:
         """Asks which of a prompt's chunks can be loaded, and waits ``lookup_seconds`` at most."""
-        if not keys or not self._live or self._paused_until is not None:
+        if not keys or not self._live or self.paused:
             return
         now, last = self._clock(), keys[-1]
         if self._fresh.get(last, 0.0) > now:
@@ -228,16 +230,18 @@ class LookupConnection:
             self._fresh.popitem(last=False)
 
     def begin_step(self) -> None:
-        """Asks for chunks whose stores have ended, and ends a pause. Does not wait."""
+        """Asks for chunks whose stores have ended. Does not wait."""
         now = self._clock()
         due = []
         while self._confirm and self._confirm[0][0] <= now:
-            due.append(self._confirm.popleft()[1])
+            due.append(heappop(self._confirm)[1])
         if due:
             self.client.ask_later(due, self._lookup_seconds)
-        if self._paused_until is not None and now >= self._paused_until:
-            self._paused_until = None
-            self._use(True)
+
+    @property
+    def paused(self) -> bool:
+        """Whether nothing is to be loaded, because loads have failed."""
+        return self._clock() < self._paused_until
 
     def keys_at(self, slots: Sequence[int]) -> tuple[bytes, ...]:
         """Returns the keys of announced slots, up to the first that is no longer known."""
@@ -263,9 +267,8 @@ class LookupConnection:
             if self._live and found.epoch == self._epoch:
                 self._sink(Credits(group=0, slots=(found.slot,)))
         now = self._clock()
-        self._confirm.extend((now + after, found.key) for after in CONFIRM_SECONDS)
-        if len(self._confirm) > 1 and self._confirm[-2][0] < self._confirm[0][0]:
-            self._confirm = deque(sorted(self._confirm))
+        for after in CONFIRM_SECONDS if len(self._confirm) < MAX_CONFIRMATIONS else ():
+            heappush(self._confirm, (now + after, found.key))
 
     def load_ended(self, keys: Sequence[bytes], succeeded: bool) -> None:
         """A load has ended. What a failed one did not bring is looked up again before it is used.
@@ -281,13 +284,7 @@ class LookupConnection:
                 self._announce({}, keys)
         self._failures += 1
         over = self._failures - FAILURES_BEFORE_PAUSE
-        if over >= 0 and self._paused_until is None:
+        if over >= 0 and not self.paused:
             pause = min(FIRST_PAUSE_SECONDS * 2 ** min(over, 10), LAST_PAUSE_SECONDS)
             self._paused_until = self._clock() + pause
             self.counts["pauses"] += 1
-            self._use(False)
-
-    def _use(self, usable: bool) -> None:
-        with self._lock:
-            if self._live:
-                self._sink(Usable(bits=MEMORY_BIT if usable else 0))

@@ -15,7 +15,7 @@ import numpy as np
 from kvtier.engines.common.jobs import BlockRun
 from kvtier.tiers.base import aligned
 from kvtier.transfer.engine import Copy, CopyEngine, CopyError, Direction
-from kvtier.transfer.host_pool import HostPool
+from kvtier.transfer.host_pool import Bytes, HostPool
 
 COPY_SECONDS = 20.0
 """Timeout of one shard. A slower device is of no use."""
@@ -56,7 +56,7 @@ class BlockCopier:
             self._part(Direction.TO_DEVICE)[:] = np.frombuffer(source, dtype=np.uint8)
             self._copy(run, Direction.TO_DEVICE, after)
 
-    def _part(self, direction: Direction) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    def _part(self, direction: Direction) -> Bytes:
         start = self._offsets[direction]
         return self._staging.memory[start : start + self.shard_bytes]
 

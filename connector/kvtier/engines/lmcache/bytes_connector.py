@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -132,7 +133,7 @@ class BytesConnector(GPUConnectorInterface):  # type: ignore[misc]
                 self._check(content)
                 shard = shard_of(content, self._shape)
                 if not transfer.gate.run(
-                    lambda shard=shard: self._copier.store(transfer.run, shard, transfer.fence)
+                    partial(self._copier.store, transfer.run, shard, transfer.fence)
                 ):
                     transfer.failure = "out_of_time"
                     continue
@@ -165,9 +166,7 @@ class BytesConnector(GPUConnectorInterface):  # type: ignore[misc]
                 return
             shard, run = shard_of(content, self._shape), transfer.runs[index]
             try:
-                if not transfer.gate.run(
-                    lambda run=run, shard=shard: self._copier.load(run, shard, transfer.fence)
-                ):
+                if not transfer.gate.run(partial(self._copier.load, run, shard, transfer.fence)):
                     transfer.failure = "out_of_time"
                     return
             except (CopyError, ValueError) as error:
