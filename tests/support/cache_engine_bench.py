@@ -111,7 +111,7 @@ class CacheEngineBench:
             worker.register_kv_caches({0: SimpleNamespace(k_cache=tensor)}, BLOCKS)
             if worker.off_reason:
                 raise RuntimeError(worker.off_reason)
-        group = KVCacheGroup(GroupKind.FULL, CHUNK, "stand-in")
+        group = KVCacheGroup(GroupKind.FULL, BLOCK, "stand-in")
         planner = Planner.build([group], CHUNK, CHUNK, ranks)
         self.connection = LookupConnection(
             options.run_directory,

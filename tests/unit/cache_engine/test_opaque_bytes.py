@@ -1,4 +1,4 @@
-"""Real ``CacheEngine.store()`` and ``retrieve()`` of LMCache with KVTier's bytes, on CPU tensors."""
+"""LMCache's real ``CacheEngine.store()`` and ``retrieve()`` with KVTier's bytes, on the CPU."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def rank(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rank]:
 
 @pytest.fixture
 def remote(tmp_path: Path) -> Path:
-    """LMCache's configuration with a directory that outlives its engine, and no memory of its own."""
+    """LMCache's configuration with a directory that outlives its engine."""
     (tmp_path / "remote").mkdir()
     url = f"fs://localhost:0{tmp_path / 'remote'}"
     return config_file(tmp_path, {"local_cpu": False, "remote_url": url})
@@ -142,6 +142,13 @@ def test_blocks_that_do_not_exist_are_refused_and_nothing_is_stored(rank: Rank) 
     rank.store(A, 6, 0, 1)
     done = rank.load((A, 6, (0, BLOCKS)))
     assert (done.loaded, done.failure) == (0, "copy_failed")
+
+
+def test_a_part_of_a_chunk_is_not_stored(rank: Rank) -> None:
+    assert rank.store(A, 5, 0) == "copy_failed"
+    assert not rank.cache.holds(A)
+    assert rank.cache.store(StoreTransfer(A, 5, BlockRun(0, 1, (0, 1)))) == "copy_failed"
+    assert not rank.cache.holds(A)
 
 
 def test_without_room_the_store_is_dropped(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,6 +91,7 @@ class LookupConnection:
         self._keys: dict[int, bytes] = {}
         # The scheduler's thread only.
         self._fresh: OrderedDict[bytes, float] = OrderedDict()
+        self._fresh_epoch = 0
         self._reserved: dict[int, Reserved] = {}
         self._confirm: list[tuple[float, bytes]] = []
         """A heap of when to ask for which chunk."""
@@ -217,6 +218,10 @@ class LookupConnection:
         """Asks which of a prompt's chunks can be loaded, and waits ``lookup_seconds`` at most."""
         if not keys or not self._live or self.paused:
             return
+        if self._fresh_epoch != self._epoch:
+            # The replica is empty since the server was attached again.
+            self._fresh.clear()
+            self._fresh_epoch = self._epoch
         now, last = self._clock(), keys[-1]
         if self._fresh.get(last, 0.0) > now:
             return

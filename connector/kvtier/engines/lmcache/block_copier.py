@@ -46,6 +46,10 @@ class BlockCopier:
 
     def store(self, run: BlockRun, target: memoryview, after: object | None) -> None:
         """Copies the blocks of a whole chunk into ``target``. Raises ``CopyError``."""
+        whole = self._engine.codec.groups[0].blocks_per_chunk
+        if run.first or len(run.blocks) != whole:
+            end = run.first + len(run.blocks)
+            raise CopyError(f"blocks {run.first} to {end} are no whole chunk of {whole} blocks")
         with self._busy[Direction.TO_HOST]:
             self._copy(run, Direction.TO_HOST, after)
             target[:] = self._part(Direction.TO_HOST).data
