@@ -36,11 +36,17 @@ def lmcache() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=[torch.bfloat16, torch.float8_e4m3fn, torch.uint8], ids=str)
+@pytest.fixture
 def rank(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rank]:
-    rank = open_rank(config_file(tmp_path, {}), tensors=kv_tensors(request.param))
+    dtype = getattr(request, "param", torch.bfloat16)
+    rank = open_rank(config_file(tmp_path, {}), tensors=kv_tensors(dtype))
     yield rank
     rank.cache.close()
+
+
+every_type = pytest.mark.parametrize(
+    "rank", [torch.bfloat16, torch.float8_e4m3fn, torch.uint8], ids=str, indirect=True
+)
 
 
 @pytest.fixture
@@ -51,6 +57,7 @@ def remote(tmp_path: Path) -> Path:
     return config_file(tmp_path, {"local_cpu": False, "remote_url": url})
 
 
+@every_type
 def test_opaque_bytes_come_back_as_they_were_block_zero_included(rank: Rank) -> None:
     before = [rank.block(number) for number in range(4)]
     assert rank.store(A, 5, 0, 1) == ""
@@ -63,6 +70,7 @@ def test_opaque_bytes_come_back_as_they_were_block_zero_included(rank: Rank) -> 
     assert untouched == [bytes(len(each)) for each in untouched]
 
 
+@every_type
 def test_chunk_accounting_is_that_of_the_real_bytes(rank: Rank) -> None:
     rank.store(A, 5, 0, 1)
     shape = ObjectShape(CHUNK, rank.copier.shard_bytes)

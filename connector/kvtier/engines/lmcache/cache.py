@@ -58,7 +58,7 @@ class RankCache:
         try:
             key = self._database.key(chunk_hash(transfer.key))
             # LMCache keeps what it has, and that may be a shard of an earlier store.
-            self._storage.remove(key)
+            self._remove(key)
             self._engine.store(
                 [0] * self._chunk_tokens,
                 request_configs={KEYS_OPTION: (transfer.key,)},
@@ -66,7 +66,7 @@ class RankCache:
             )
             if transfer.copied:
                 return "" if self._visible(key) else "not_visible"
-            self._storage.remove(key)
+            self._remove(key)
             return transfer.failure or "no_room"
         except Exception as error:  # noqa: BLE001 - the back ends raise whatever their libraries do
             _log.warning(
@@ -75,6 +75,11 @@ class RankCache:
             return "storage_failed"
         finally:
             transfer.gate.close()
+
+    def _remove(self, key: Any) -> None:
+        """Removes an object from every back end; some report one that is not there as an error."""
+        if self._storage.contains(key) is not None:
+            self._storage.remove(key)
 
     def _visible(self, key: Any) -> bool:
         """Waits until a back end has the object: LMCache writes in the background."""
@@ -96,7 +101,7 @@ class RankCache:
             if transfer.loaded < len(transfer.keys) and not transfer.failure:
                 transfer.failure = "missing"
             for index in transfer.damaged:
-                self._storage.remove(self._database.key(chunk_hash(transfer.keys[index])))
+                self._remove(self._database.key(chunk_hash(transfer.keys[index])))
         except Exception as error:  # noqa: BLE001
             _log.warning("KVTier: LMCache cannot load: %s: %s", type(error).__name__, error)
             transfer.failure = transfer.failure or "storage_failed"
@@ -111,7 +116,7 @@ class RankCache:
 
     def _write(self, key: bytes, store: int) -> bool:
         name = self._database.key(chunk_hash(key, _MARKER_KIND))
-        self._storage.remove(name)
+        self._remove(name)
         shape = torch.Size((1, 1, 1, MARKER_BYTES))
         memory_obj = self._storage.allocate([shape], [torch.uint8], busy_loop=False)
         if memory_obj is None:
@@ -141,7 +146,7 @@ class RankCache:
     def remove(self, key: bytes) -> None:
         """Removes the marker of a chunk. Raises ``OSError``."""
         name = self._database.key(chunk_hash(key, _MARKER_KIND))
-        _mapped(lambda: self._storage.remove(name))
+        _mapped(lambda: self._remove(name))
 
     def holds(self, key: bytes) -> bool:
         """Whether a back end says that it has this rank's shard. Raises ``OSError``."""
