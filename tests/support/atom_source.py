@@ -71,7 +71,7 @@ def _given(path: Path, scratch: Path) -> Path:
 
 
 def _cached(options: SourceOptions) -> Path:
-    """The pinned commit, fetched once. A process that fetches it at the same time gets the same copy."""
+    """The pinned commit, fetched once. Processes that fetch it at once get the same copy."""
     kept = options.cache / options.commit
     if (kept / MARKER).is_file():
         return kept
