@@ -71,7 +71,7 @@ def _given(path: Path, scratch: Path) -> Path:
 
 
 def _cached(options: SourceOptions) -> Path:
-    """The pinned commit, fetched once. Processes that fetch it at once get the same copy."""
+    """The pinned commit, fetched once. Processes that fetch it at the same time share the copy."""
     kept = options.cache / options.commit
     if (kept / MARKER).is_file():
         return kept
