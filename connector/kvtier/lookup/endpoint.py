@@ -1,7 +1,7 @@
 """Where the lookup server of an engine listens, and who may: one process per host.
 
-The directory must belong to this user, or be a volume of the pod: whoever can write to it could
-answer in the server's place. There is no other authentication, as for tierd's own socket.
+The directory must belong to this user, or be a volume of the pod: a process that can write to it
+could answer in the server's place. There is no other authentication, as for tierd's own socket.
 """
 
 from __future__ import annotations

@@ -138,4 +138,3 @@ def test_what_is_refused_leaves_an_engine_that_serves(tmp_path: Path) -> None:
     assert worker.get_finished().finished_saving == {SaveOperationId("kvtier", 1)}
     scheduler.shutdown()
     worker.shutdown()
-

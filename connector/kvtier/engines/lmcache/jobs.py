@@ -27,7 +27,7 @@ Items = Sequence[tuple[bytes, int]]
 _log = logging.getLogger("kvtier.lmcache")
 
 
-class Cache(Protocol):
+class ChunkCache(Protocol):
     """The part of ``RankCache`` that jobs use. Calls may block for any time."""
 
     def store(self, transfer: StoreTransfer) -> str: ...
@@ -86,7 +86,7 @@ class CacheJobs:
 
     def __init__(
         self,
-        cache: Cache,
+        cache: ChunkCache,
         completions: CompletionQueue,
         reports: Reports,
         counters: Counters,
