@@ -1,4 +1,4 @@
-"""The variant of the sidecar's image with LMCache: what it installs is pinned, and fits together."""
+"""The variant of the sidecar's image with LMCache: what it installs is pinned, and consistent."""
 
 from __future__ import annotations
 
