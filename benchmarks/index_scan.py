@@ -1,8 +1,10 @@
 """Building the index of a file tier's directory, compared with walking it.
 
 The peer walks the same directory and reads each file's size and time without keeping anything,
-which no index can beat. Files are empty and written once per run. The ratio is the time of the
-scan divided by the time of the walk.
+which no index can beat. Files are empty and written once per run. The third row is a start from
+the index that the tier has saved, after which it serves; the scan that verifies the index runs in
+the background. The ratio is the time of the walk divided by the time of the scan. Bytes per object
+are those of an index in which every object but the first of a prompt of 32 follows another one.
 """
 
 from __future__ import annotations
@@ -14,16 +16,16 @@ import statistics
 import sys
 import tempfile
 import time
-import tracemalloc
 from pathlib import Path
 
 from kvtier.config.models import FileSystemTierDocument
 from kvtier.tiers.base import TierLimits
 from kvtier.tiers.filesystem import FileSystemTier
+from kvtier.tiers.filesystem.layout import SAVED_INDEX
 from kvtier.tiers.filesystem.walker import object_path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import options, progress, report
+from common import bytes_per_object, options, progress, report
 
 NAMESPACE = "c" * 32
 SIZE = 2 * 4096
@@ -68,8 +70,10 @@ def walk(directory: str) -> int:
     return count
 
 
-def open_tier(root: Path, objects: int) -> FileSystemTier:
-    """A tier that has scanned."""
+def open_tier(root: Path, objects: int, *, saved: bool = False) -> FileSystemTier:
+    """A tier that has scanned, or restored its ``saved`` index."""
+    if not saved:
+        (root / NAMESPACE / SAVED_INDEX).unlink(missing_ok=True)
     document = FileSystemTierDocument(name="bench", path=str(root), sharing="Pod")
     tier = FileSystemTier(document, TierLimits(capacity_bytes=1 << 50), max_objects=objects)
     tier.open(lambda *_: None)
@@ -80,7 +84,7 @@ def main() -> None:
     """Makes the files, then walks and scans in turns."""
     chosen = options(__doc__ or "", add_options)
     root = Path(tempfile.mkdtemp(prefix="kvtier-bench-", dir=chosen.directory))
-    walks, scans = [], []
+    walks, scans, restores = [], [], []
     try:
         fill(root, chosen.objects)
         walk(str(root))
@@ -97,15 +101,29 @@ def main() -> None:
                     f"found {tier.usage().objects} objects and {found} files of {chosen.objects}"
                 )
             tier.close()
-        tracemalloc.start()
+        progress("saving the index")
         tier = open_tier(root, chosen.objects)
-        held = tracemalloc.get_traced_memory()[0] / tier.usage().objects
-        tracemalloc.stop()
+        started = time.perf_counter()
+        tier.maintain()
+        saving = time.perf_counter() - started
+        tier.close()
+        for turn in range(chosen.repeat):
+            progress(f"restoring, turn {turn}")
+            started = time.perf_counter()
+            tier = open_tier(root, chosen.objects, saved=True)
+            restores.append(time.perf_counter() - started)
+            if not tier.maintenance.verifying or tier.usage().objects != chosen.objects:
+                raise SystemExit("the saved index was not used")
+            tier.close()
     finally:
         progress("removing files")
         shutil.rmtree(root, ignore_errors=True)
     progress("")
     walked, scanned = statistics.median(walks), statistics.median(scans)
+    restored = statistics.median(restores)
+    progress("memory")
+    held = bytes_per_object(chosen.objects)
+    progress("")
     report(
         chosen.json,
         f"Scan of {chosen.objects} objects",
@@ -113,9 +131,11 @@ def main() -> None:
         [
             ("walk alone", f"{walked:.2f}", f"{chosen.objects / walked:,.0f}", "-"),
             ("tier scan", f"{scanned:.2f}", f"{chosen.objects / scanned:,.0f}", f"{held:.0f}"),
+            ("saved index", f"{restored:.2f}", f"{chosen.objects / restored:,.0f}", f"{held:.0f}"),
+            ("saving it", f"{saving:.2f}", f"{chosen.objects / saving:,.0f}", "-"),
         ],
         walked / scanned,
-        "walk / scan in time; bytes per object below 200 are wanted",
+        "walk / scan in time; a start in 10 s and at most 120 bytes per object are wanted",
     )
 
 

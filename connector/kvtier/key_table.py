@@ -27,6 +27,11 @@ class KeyTable:
     def __len__(self) -> int:
         return self._count
 
+    @property
+    def longest_bytes(self) -> int:
+        """Length of the longest key that the table has, or has had; 0 if it never had any."""
+        return max(self._buckets, default=0)
+
     def get(self, key: bytes) -> int:
         """The number of the key; 0 if it has none."""
         buckets = self._buckets.get(len(key))
