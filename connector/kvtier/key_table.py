@@ -61,6 +61,16 @@ class KeyTable:
         else:
             records[at + size : at + size + _VALUE_BYTES] = data
 
+    def add(self, key: bytes, value: int) -> None:
+        """Sets the number of a key that has none. Saves the search of ``set``."""
+        buckets = self._buckets.get(len(key))
+        records = buckets[hash(key) % _BUCKETS] if buckets is not None else None
+        if records is None:
+            self.set(key, value)
+            return
+        records += key + value.to_bytes(_VALUE_BYTES, "little")
+        self._count += 1
+
     def change_bits(self, key: bytes, bits: int, present: bool) -> bool:
         """Sets or clears bits of the key's number; a number of 0 is no number. False if they were
         set or clear before. One search instead of two."""

@@ -211,6 +211,21 @@ def test_a_directory_that_is_small_for_it_is_not_saved(tmp_path: Path) -> None:
     assert not (tmp_path / NAMESPACE / SAVED_INDEX).exists()
 
 
+@pytest.mark.usefixtures("no_scan")
+def test_sizes_that_cannot_be_are_not_believed(saved: Path, tmp_path: Path) -> None:
+    index = Index(1 << 40)
+    for ref, _, _ in PROMPT:
+        index.reserve(1 << 29)
+        index.publish(ref.namespace, ref.key, 1 << 29)
+    saved.unlink()
+    saved_index.write(str(saved), index, NAMESPACE, None, 0o600)
+    tier = make(tmp_path)
+    tier.open(lambda *_: None)
+    assert 0 < tier.usage().objects <= 8
+    assert tier.usage().used_bytes <= 5 << 30
+    tier.close()
+
+
 def test_with_keys_only_an_index_made_with_one_of_them_is_used(tmp_path: Path) -> None:
     index = Index(1 << 40)
     for ref, _, _ in PROMPT:

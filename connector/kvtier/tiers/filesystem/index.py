@@ -422,7 +422,7 @@ class Index:
                 self._buckets.append(0)
                 self._units.append(0)
                 self._seen_by.append(0)
-            self._table.set(name, node)
+            self._table.add(name, node)
             self._key_bytes[node], self._buckets[node] = self._table.place(name)
         return node
 

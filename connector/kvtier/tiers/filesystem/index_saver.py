@@ -28,6 +28,8 @@ MIN_OBJECTS = 20_000
 """A smaller directory is scanned in less than a second."""
 _CHANGED_FRACTION = 50
 """A save is worthwhile when there were as many uses as this part of the objects."""
+_MAX_CAPACITIES = 4
+"""How many times the capacity a saved index may claim to hold."""
 _CAPACITY_FRACTION = 64
 """Saved indexes take at most this part of the capacity."""
 
@@ -64,7 +66,12 @@ class IndexSaver:
                 left -= len(saved)
                 found.append(saved)
         restored = 0
+        left_bytes = _MAX_CAPACITIES * self._directory.limits().capacity_bytes
         for each in saved_index.merged(found) if found else ():
+            left_bytes -= each.size_bytes
+            if left_bytes < 0:
+                # Lowered since, or invented. The scan adds what exists.
+                break
             if self._index.add_saved(each):
                 restored += 1
                 self._directory.on_change(each.namespace, each.key, True)

@@ -50,30 +50,34 @@ class InvalidIndexError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class SavedIndex:
-    """The objects of one namespace: ``uses`` and ``places`` in ``data``, ascending by use."""
+    """The objects of one namespace, least recently used first: the rank of their use, their place
+    in ``data``, and that of the object before each in its prefix (0: not known)."""
 
     namespace: str
     data: bytes
     uses: np.ndarray
     places: np.ndarray
+    previous_places: np.ndarray
 
     def __len__(self) -> int:
         return len(self.uses)
 
-    def object_at(self, place: int) -> SavedObject:
-        """The object at a place."""
-        _, previous_use, units, flags, length = _OBJECT.unpack_from(self.data, place)
+    def object_at(self, place: int, previous_place: int) -> SavedObject:
+        """The object at a place. ``previous_place``: that of the one before it, or 0."""
+        _, _, units, flags, length = _OBJECT.unpack_from(self.data, place)
         start = place + _OBJECT.size
-        previous = b""
-        if previous_use:
-            found = int(np.searchsorted(self.uses, previous_use))
-            if found < len(self.uses) and self.uses[found] == previous_use:
-                at = int(self.places[found])
-                previous = self.data[at + _OBJECT.size :][: self.data[at + _OBJECT.size - 1]]
-        key = self.data[start : start + length]
+        previous = self._key_at(previous_place) if previous_place else b""
         return SavedObject(
-            self.namespace, key, units * ALIGNMENT_BYTES, previous, bool(flags & _OFTEN)
+            self.namespace,
+            self.data[start : start + length],
+            units * ALIGNMENT_BYTES,
+            previous,
+            bool(flags & _OFTEN),
         )
+
+    def _key_at(self, place: int) -> bytes:
+        start = place + _OBJECT.size
+        return self.data[start : start + self.data[start - 1]]
 
 
 def size_bytes(index: Index, namespace: str) -> int:
@@ -175,13 +179,14 @@ def _content(path: Path, limit: int) -> bytes:
 def _parsed(data: bytes, namespace: str, objects: int) -> SavedIndex:
     """Raises ``InvalidIndexError`` unless the objects end where the file does."""
     uses = np.zeros(objects, dtype=np.uint32)
+    previous = np.zeros(objects, dtype=np.uint32)
     places = np.zeros(objects, dtype=np.int64)
     at = _HEAD.size
     end = len(data)
     for number in range(objects):
         if at + _OBJECT.size > end:
             raise InvalidIndexError("fewer objects than it says")
-        use, _, units, _, length = _OBJECT.unpack_from(data, at)
+        use, previous[number], units, _, length = _OBJECT.unpack_from(data, at)
         if not 1 <= length <= MAX_KEY_BYTES or not use or not units:
             raise InvalidIndexError("an object without key, use or size")
         uses[number], places[number] = use, at
@@ -189,7 +194,12 @@ def _parsed(data: bytes, namespace: str, objects: int) -> SavedIndex:
     if at != end:
         raise InvalidIndexError("other objects than it says")
     order = np.argsort(uses, kind="stable")
-    return SavedIndex(namespace, data, uses[order], places[order])
+    uses, places, previous = uses[order], places[order], previous[order]
+    if not objects:
+        return SavedIndex(namespace, data, uses, places, places)
+    found = np.minimum(np.searchsorted(uses, previous), objects - 1)
+    known = (previous != 0) & (uses[found] == previous)
+    return SavedIndex(namespace, data, uses, places, np.where(known, places[found], 0))
 
 
 def merged(indexes: list[SavedIndex]) -> Iterator[SavedObject]:
@@ -198,6 +208,8 @@ def merged(indexes: list[SavedIndex]) -> Iterator[SavedObject]:
     owners = np.concatenate(
         [np.full(len(each), number, dtype=np.uint16) for number, each in enumerate(indexes)]
     )
-    places = np.concatenate([each.places for each in indexes])
-    for position in np.argsort(uses, kind="stable"):
-        yield indexes[owners[position]].object_at(int(places[position]))
+    order = np.argsort(uses, kind="stable")
+    places = np.concatenate([each.places for each in indexes])[order]
+    previous = np.concatenate([each.previous_places for each in indexes])[order]
+    for owner, place, before in zip(owners[order], places, previous, strict=True):
+        yield indexes[owner].object_at(int(place), int(before))
