@@ -54,7 +54,7 @@ COUNTERS = (
         "Promotions from secondary tiers, by outcome.",
         "outcome",
         (
-            "whole", "partial", "failed", "cancelled", "lost", "out_of_time",
+            "whole", "partial", "failed", "absent", "cancelled", "lost", "out_of_time",
             "ram_slower_than_recomputing", "too_many_waiting",
         ),
     ),
