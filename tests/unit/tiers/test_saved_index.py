@@ -211,14 +211,16 @@ def test_a_directory_that_is_small_for_it_is_not_saved(tmp_path: Path) -> None:
     assert not (tmp_path / NAMESPACE / SAVED_INDEX).exists()
 
 
-@pytest.mark.usefixtures("no_scan")
-def test_sizes_that_cannot_be_are_not_believed(saved: Path, tmp_path: Path) -> None:
+def test_sizes_that_cannot_be_are_not_believed(
+    saved: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     index = Index(1 << 40)
     for ref, _, _ in PROMPT:
         index.reserve(1 << 29)
         index.publish(ref.namespace, ref.key, 1 << 29)
     saved.unlink()
     saved_index.write(str(saved), index, NAMESPACE, None, 0o600)
+    request.getfixturevalue("no_scan")
     tier = make(tmp_path)
     tier.open(lambda *_: None)
     assert 0 < tier.usage().objects <= 8
