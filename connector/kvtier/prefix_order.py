@@ -31,6 +31,7 @@ from array import array
 from collections import OrderedDict
 
 import numpy as np
+from numpy.typing import NDArray
 
 NONE = 0
 """No node. Also the head of the list of nodes that were used once; 1 is that of the other list."""
@@ -116,7 +117,7 @@ class PrefixOrder:
         """How many uses and entries there were."""
         return self._now
 
-    def recency(self) -> tuple[np.ndarray, np.ndarray]:
+    def recency(self) -> tuple[NDArray[np.uint64], NDArray[np.uint8]]:
         """Copies, by node: when it was used last, and whether it is present."""
         flags = np.frombuffer(self._flags, dtype=np.uint8) & _PRESENT
         return np.array(self._used_at, dtype=np.uint64), flags

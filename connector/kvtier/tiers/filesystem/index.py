@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvtier.key_table import KeyTable
 from kvtier.prefix_order import NONE, PrefixOrder
@@ -184,7 +185,7 @@ class Index:
                 if name.startswith(prefix) and self._order.is_present(node):
                     yield name[_NAMESPACE_BYTES:], node
 
-    def ranks(self) -> np.ndarray:
+    def ranks(self) -> NDArray[np.uint32]:
         """By node: the rank of its last use, from 1; 0 for nodes without an object."""
         with self._lock:
             used_at, flags = self._order.recency()

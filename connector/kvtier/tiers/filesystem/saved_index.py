@@ -26,6 +26,7 @@ from pathlib import Path
 
 import numpy as np
 from blake3 import blake3
+from numpy.typing import NDArray
 
 from kvtier.hashing import derived_key
 from kvtier.tiers.base import ALIGNMENT_BYTES
@@ -55,9 +56,9 @@ class SavedIndex:
 
     namespace: str
     data: bytes
-    uses: np.ndarray
-    places: np.ndarray
-    previous_places: np.ndarray
+    uses: NDArray[np.uint32]
+    places: NDArray[np.int64]
+    previous_places: NDArray[np.int64]
 
     def __len__(self) -> int:
         return len(self.uses)
@@ -194,12 +195,12 @@ def _parsed(data: bytes, namespace: str, objects: int) -> SavedIndex:
     if at != end:
         raise InvalidIndexError("other objects than it says")
     order = np.argsort(uses, kind="stable")
-    uses, places, previous = uses[order], places[order], previous[order]
+    ranked, ordered, before = uses[order], places[order], previous[order]
     if not objects:
-        return SavedIndex(namespace, data, uses, places, places)
-    found = np.minimum(np.searchsorted(uses, previous), objects - 1)
-    known = (previous != 0) & (uses[found] == previous)
-    return SavedIndex(namespace, data, uses, places, np.where(known, places[found], 0))
+        return SavedIndex(namespace, data, ranked, ordered, ordered)
+    found = np.minimum(np.searchsorted(ranked, before), objects - 1)
+    known = (before != 0) & (ranked[found] == before)
+    return SavedIndex(namespace, data, ranked, ordered, np.where(known, ordered[found], 0))
 
 
 def merged(indexes: list[SavedIndex]) -> Iterator[SavedObject]:
