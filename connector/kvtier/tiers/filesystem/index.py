@@ -19,7 +19,7 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,8 +47,7 @@ _REFILL_FRACTION = 16
 """A scan is worthwhile when this part of the index is free and some objects are not indexed."""
 
 
-@dataclass(frozen=True, slots=True)
-class SavedObject:
+class SavedObject(NamedTuple):
     """An object of a saved index (saved_index.py). ``previous``: key of the one before it in its
     prefix; empty if it is not known. ``often``: it was used again."""
 
@@ -201,12 +200,11 @@ class Index:
 
     def add_saved(self, saved: SavedObject) -> bool:
         """A saved index names an object. True if it is new to the index and there was room."""
+        namespace, key, size_bytes, previous, often = saved
         with self._lock:
-            if self._count >= self._max_objects or self._find(saved.namespace, saved.key):
+            if self._count >= self._max_objects or self._find(namespace, key):
                 return False
-            self._enter(
-                saved.namespace, saved.key, saved.size_bytes, saved.previous, often=saved.often
-            )
+            self._enter(namespace, key, size_bytes, previous, often=often)
             return True
 
     @property

@@ -41,6 +41,7 @@ _DIGEST_BYTES = 16
 _DOMAIN = "kvtier saved index 1"
 _OFTEN = 1
 _PIECE_BYTES = 1 << 18
+_PART_OBJECTS = 4_096
 _SLACK_OBJECTS = 4_096
 """Objects that may be added while the index is being saved. What exceeds them is left out."""
 
@@ -212,5 +213,12 @@ def merged(indexes: list[SavedIndex]) -> Iterator[SavedObject]:
     order = np.argsort(uses, kind="stable")
     places = np.concatenate([each.places for each in indexes])[order]
     previous = np.concatenate([each.previous_places for each in indexes])[order]
-    for owner, place, before in zip(owners[order], places, previous, strict=True):
-        yield indexes[owner].object_at(int(place), int(before))
+    for start in range(0, len(order), _PART_OBJECTS):
+        part = slice(start, start + _PART_OBJECTS)
+        for owner, place, before in zip(
+            owners[order[part]].tolist(),
+            places[part].tolist(),
+            previous[part].tolist(),
+            strict=True,
+        ):
+            yield indexes[owner].object_at(place, before)
