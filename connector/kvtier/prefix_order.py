@@ -119,8 +119,8 @@ class PrefixOrder:
 
     def recency(self) -> tuple[NDArray[np.uint64], NDArray[np.uint8]]:
         """Copies, by node: when it was used last, and whether it is present."""
-        flags = np.frombuffer(self._flags, dtype=np.uint8) & _PRESENT
-        return np.array(self._used_at, dtype=np.uint64), flags
+        present = np.frombuffer(self._flags, dtype=np.uint8) & _PRESENT
+        return np.array(self._used_at, dtype=np.uint64), present.astype(np.uint8)
 
     # Changes.
 
