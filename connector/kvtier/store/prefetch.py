@@ -29,7 +29,7 @@ POOL_SHARE = 8
 
 
 @dataclass(eq=False, slots=True)
-class Prefetch:
+class OpenPrefetch:
     """The rest of one request's prefix. ``keys``: (group, key) from ``position`` on are neither in
     RAM nor requested. ``bytes``: of what was requested."""
 
@@ -47,7 +47,7 @@ class _PrefetchKey:
     """Waits for the read of one position."""
 
     prefetches: Prefetches
-    prefetch: Prefetch
+    prefetch: OpenPrefetch
     position: int
 
     def arrived(self, entry: Entry, tier_index: int) -> None:
@@ -73,7 +73,7 @@ class Prefetches:
         self._reads = sources.reads
         self._allocator = allocator
         self._max_bytes = pool_bytes // POOL_SHARE
-        self._open: OrderedDict[tuple[str, int], Prefetch] = OrderedDict()
+        self._open: OrderedDict[tuple[str, int], OpenPrefetch] = OrderedDict()
         self._reading: Counter[int] = Counter()
         """Reads in progress, by tier."""
         self.bytes = 0
@@ -98,7 +98,7 @@ class Prefetches:
                 break
             named.append((group, key))
         self._context.count("prefetches")
-        self._open[engine.name, number] = Prefetch(engine, engine.namespace, named)
+        self._open[engine.name, number] = OpenPrefetch(engine, engine.namespace, named)
         self.run()
 
     def end(self, engine: EngineState, number: int) -> bool:
@@ -118,7 +118,7 @@ class Prefetches:
         for number in [number for name, number in self._open if name == engine.name]:
             self.end(engine, number)
 
-    def key_ended(self, prefetch: Prefetch, position: int, arrived: bool) -> None:
+    def key_ended(self, prefetch: OpenPrefetch, position: int, arrived: bool) -> None:
         """A read has ended. A key that cannot be had makes those after it worthless."""
         ended = prefetch.reads.pop(position, None)
         if ended is None:
@@ -136,7 +136,7 @@ class Prefetches:
             while self._start_next(prefetch):
                 pass
 
-    def _start_next(self, prefetch: Prefetch) -> bool:
+    def _start_next(self, prefetch: OpenPrefetch) -> bool:
         """Goes on with one key; False if the prefetch has to wait or has ended."""
         if prefetch.position >= len(prefetch.keys):
             return False
@@ -172,7 +172,7 @@ class Prefetches:
         self._context.count("prefetch_reads", secondary.name)
         return True
 
-    def _has_room(self, prefetch: Prefetch, secondary: SecondaryTier, size: int) -> bool:
+    def _has_room(self, prefetch: OpenPrefetch, secondary: SecondaryTier, size: int) -> bool:
         if secondary.late_reads or self.bytes + size > self._max_bytes:
             return False
         if self._reading[secondary.index] >= max(1, secondary.read_threads // 2):
