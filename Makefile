@@ -3,7 +3,7 @@
 PYTHON := .venv/bin/python
 BENCHMARKS := $(filter-out benchmarks/common.py,$(sort $(wildcard benchmarks/*.py)))
 
-.PHONY: help install demo demo-cluster test test-fast test-unit test-engine test-cluster lint format figures docs pictures generate bench constraints clean
+.PHONY: help install demo demo-cluster cluster test test-fast test-unit test-engine test-cluster lint format figures docs pictures generate bench constraints clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -22,6 +22,10 @@ endif
 demo-cluster: install ## run chart, operator and vLLM in pods on a real Kubernetes (root; about 5 minutes)
 	@tools/debian-packages
 	@$(PYTHON) tests/cluster/demo_cluster.py
+
+cluster: install ## keep a Kubernetes cluster on this machine to try KVTier on (root; see the README)
+	@tools/debian-packages
+	@$(PYTHON) tests/cluster/local_cluster.py start
 
 test: install ## run lint, then every test, including the real engine and the real API server
 	@tools/debian-packages

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import time
 import urllib.error
@@ -57,7 +58,8 @@ class Prometheus:
         directory.mkdir(parents=True)
         self._port = free_port()
         (directory / "rules.yaml").write_text(yaml.safe_dump(rules()))
-        (directory / "prometheus.yaml").write_text(yaml.safe_dump(_configuration(targets)))
+        self._file = directory / "prometheus.yaml"
+        self._file.write_text(yaml.safe_dump(_configuration(targets)))
         self._log = directory / "prometheus.log"
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -71,6 +73,18 @@ class Prometheus:
                 stdout=log,
                 stderr=log,
             )
+
+    def retarget(self, targets: list[Target]) -> None:
+        """Scrapes other targets from now on."""
+        self._file.write_text(yaml.safe_dump(_configuration(targets)))
+        self._process.send_signal(signal.SIGHUP)
+        addresses = {target.address for target in targets}
+
+        def followed() -> bool:
+            found = self._get("targets")["activeTargets"]
+            return {each["discoveredLabels"]["__address__"] for each in found} == addresses
+
+        self.wait(followed, lambda: "Prometheus does not follow its configuration")
 
     def close(self) -> None:
         """Ends the process."""
