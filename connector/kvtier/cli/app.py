@@ -1,4 +1,7 @@
-"""The commands of ``kvtier`` and their options. Each calls a module that does the work."""
+"""The commands of ``kvtier`` and their options. Each calls a module that does the work.
+
+Modules that need packages of tierd are imported by their commands: the operator's image has none.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,7 @@ import typer
 
 from kvtier import __version__
 from kvtier import payload as payload_writer
-from kvtier.cli import directory as directory_command
 from kvtier.cli import explain as explain_command
-from kvtier.cli import explain_plan as explain_plan_command
-from kvtier.cli import prefixes as prefixes_command
 from kvtier.cli import render as render_command
 from kvtier.cli import validate as validate_command
 from kvtier.cli.cluster_app import add_commands
@@ -262,6 +262,8 @@ def explain_plan(
     as_json: Json = False,
 ) -> None:
     """Explain which prefix an engine would load, from which tiers, and how long it would wait."""
+    from kvtier.cli import explain_plan as explain_plan_command
+
     given = explain_plan_command.PlanInput(
         prompt_tokens=prompt_tokens,
         held=tuple(held),
@@ -307,6 +309,9 @@ def inspect(
     as_json: Json = False,
 ) -> None:
     """Show the contents of a file tier: namespaces, sizes, ages, writers and the janitor."""
+    from kvtier.cli import directory as directory_command
+    from kvtier.cli import prefixes as prefixes_command
+
     survey, now = directory_command.inspect(directory)
     found = prefixes_command.inspect_prefixes(directory) if prefixes else None
     if as_json:
@@ -337,6 +342,8 @@ def verify(
     Exit status: 0 if all objects are intact; 1 if one is corrupt, cannot be read, or is not proven
     by the keys. Without --keys, tags are not checked and encrypted objects are not verified.
     """
+    from kvtier.cli import directory as directory_command
+
     verified = directory_command.verify(directory, keys, delete=delete)
     if as_json:
         print_json(directory_command.verify_json(verified))
@@ -363,6 +370,8 @@ def gc(
     as_json: Json = False,
 ) -> None:
     """Enforce limits on a file tier once. Engines may be running."""
+    from kvtier.cli import directory as directory_command
+
     collected = directory_command.gc(directory, capacity, retention, dry_run=dry_run)
     if as_json:
         print_json(directory_command.gc_json(collected))
