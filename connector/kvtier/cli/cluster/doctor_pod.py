@@ -89,8 +89,8 @@ async def examine_pod(
         found += await _inside(reader, pod, run, options)
     elif options.inside and not pod.has_ended:
         reader.not_checked.append(
-            f"inside the pod: it has no container {TIERD_CONTAINER}; with engine.daemon: Engine, run "
-            "kvtier doctor --topology /etc/kvtier/topology in the engine's container"
+            f"inside the pod: it has no container {TIERD_CONTAINER}; with engine.daemon: Engine, "
+            f"run kvtier doctor --topology {POD_TOPOLOGY_DIRECTORY} in the engine's container"
         )
     return found
 
