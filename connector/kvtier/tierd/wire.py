@@ -129,7 +129,8 @@ class Promote(Message, frozen=True, kw_only=True):
     For selection ``Cost``: once key i is there, ``ends[i]`` tokens of the prompt are, the first key
     beginning at ``start_tokens``; computing tokens a to b takes the engine ``alpha (b - a) + beta
     (b^2 - a^2)`` seconds (both 0: not known yet). Without ``ends`` the longest prefix is read.
-    ``waited_seconds``: time since the request's deadline clock started.
+    ``waited_seconds``: time since the request's deadline clock started. ``whole``: the keys are of
+    use together only, so all or none are read; needs ``ends``.
     """
 
     promotion: int
@@ -140,6 +141,7 @@ class Promote(Message, frozen=True, kw_only=True):
     alpha: float = 0.0
     beta: float = 0.0
     waited_seconds: float = 0.0
+    whole: bool = False
 
 
 class Cancel(Message, frozen=True, kw_only=True):

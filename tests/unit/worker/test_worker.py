@@ -17,6 +17,7 @@ from tests.unit.worker.worker_testbeds import (
     store_job,
     structural,
     vllm_config,
+    planner,
     wait_until,
 )
 
@@ -35,7 +36,7 @@ def _worker(directory: Path, layout: SyntheticCache) -> KVTierConnectorWorker:
         vllm_config(),  # type: ignore[arg-type]
         layout,  # type: ignore[arg-type]
         structural(directory),  # type: ignore[arg-type]
-        64,
+        planner(layout, 64),
         client=StubTierd,
         copy_engine=HeldCopyEngine,
     )
