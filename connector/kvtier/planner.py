@@ -298,7 +298,7 @@ class Planner:
         O(number of chunks).
         """
         size = self.chunk_tokens
-        counted = self._counted_group
+        counted = self.counted_group
         parts = []
         for number, group in enumerate(self.groups):
             block = group.block_tokens
@@ -315,8 +315,9 @@ class Planner:
         return parts
 
     @property
-    def _counted_group(self) -> int:
-        """The group whose parts have the tokens of the prefix; -1: the last part has them."""
+    def counted_group(self) -> int:
+        """The group whose objects are counted as chunks, and whose parts have the tokens of the
+        prefix; -1: the last part has them."""
         for number, group in enumerate(self.groups):
             if group.kind is GroupKind.FULL:
                 return number

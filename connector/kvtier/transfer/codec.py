@@ -19,8 +19,8 @@ first one, or the second behind a dimension of two (keys, values). If a tensor h
 blocks per block of the KV cache manager, the block dimension is split. A tensor that does not
 match the page size of its group's specification is rejected with the reason.
 
-A layer with a linear state registers several tensors, each a view of the same pages. Each of them
-is a layer of its own here, called ``name[0]``, ``name[1]``, and so on.
+A layer with a linear state registers one tensor of whole pages, or one tensor for each part of the
+state. Each of these is a layer of its own here, called ``name[0]``, ``name[1]``, and so on.
 """
 
 from __future__ import annotations
@@ -342,7 +342,7 @@ def _group(
     seen: set[tuple[int, int, int]] = set()
     for name in sorted(group.layer_names, key=natural_key):
         spec = _layer_spec(group.kv_cache_spec, name)
-        for registered, page_bytes, padded in _pages(kv_caches, name, spec):
+        for registered, page_bytes, padded in _pages(kv_caches, name, spec, num_blocks):
             tensor = registered.tensor
             layout = _layer_layout(registered, num_blocks, page_bytes, padded)
             place = (tensor.untyped_storage().data_ptr(), layout.offset, layout.block_stride)
@@ -364,26 +364,30 @@ def _group(
 
 
 def _pages(
-    kv_caches: Mapping[str, object], name: str, spec: object
+    kv_caches: Mapping[str, object], name: str, spec: object, num_blocks: int
 ) -> list[tuple[Registered, int, bool]]:
     """The tensors of one layer, each with the size of its page and whether that may be padded.
 
-    A page of a linear state (``shapes`` in its specification) has the tensors of the state one
-    after the other.
+    A page of a linear state (``shapes`` in its specification) has the parts of the state one after
+    the other. It is registered as it is, or as one tensor for each part.
     """
     tensors, page_bytes = _tensors(kv_caches, name), int(getattr(spec, "page_size_bytes", 0))
     padded = getattr(spec, "page_size_padded", None) is not None
     shapes = getattr(spec, "shapes", None)
     if shapes is None:
-        if len(tensors) != 1 or not isinstance(kv_caches.get(name), torch.Tensor):
-            raise CodecError(f"{name}: {len(tensors)} tensors: must be one")
+        if not isinstance(kv_caches.get(name), torch.Tensor):
+            raise CodecError(f"{name}: a list of {len(tensors)} tensors: must be one tensor")
         return [(Registered(name, tensors[0]), page_bytes, padded)]
     dtypes = tuple(getattr(spec, "dtypes", ()))
-    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
-    if len(tensors) != len(sizes) or sum(sizes) > page_bytes:
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=False)]
+    if isinstance(kv_caches.get(name), torch.Tensor):
+        shown = tensors[0].numel() * tensors[0].element_size() // max(1, num_blocks)
+        if len(sizes) == len(shapes) and sum(sizes) <= shown:
+            return [(Registered(name, tensors[0]), page_bytes, True)]
+    if not len(tensors) == len(sizes) == len(shapes) or sum(sizes) > page_bytes:
         raise CodecError(
             f"{name}: {len(tensors)} tensors of a state of {sizes} bytes in pages of {page_bytes} "
-            "bytes: must be one for each part, all within the page"
+            "bytes: must be one of whole pages, or one for each part, all within the page"
         )
     return [
         (Registered(name, tensor, part), size, False)

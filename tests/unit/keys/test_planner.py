@@ -173,9 +173,9 @@ def test_a_hash_size_that_does_not_divide_a_chunk_and_zero_ranks_are_rejected(
 
 def test_a_hit_that_ends_inside_a_chunk_needs_only_the_missing_blocks() -> None:
     assert _planner().needed(32, 192) == [
-        Part(0, 0, 1, 1, 1),
-        Part(0, 1, 0, 2, 2),
-        Part(0, 2, 0, 4, 2),
+        Part(0, 0, 1, 1, 1, 32),
+        Part(0, 1, 0, 2, 2, 64),
+        Part(0, 2, 0, 4, 2, 64),
     ]
 
 

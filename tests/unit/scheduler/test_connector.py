@@ -17,6 +17,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     MLAAttentionSpec,
+    CrossAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -130,8 +131,13 @@ def test_the_connector_supports_hybrid_memory_and_requires_no_delivery(
 def test_unsupported_models_turn_kvtier_off_with_their_geometry(
     directory: Path, role: KVConnectorRole, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = KVTierConnector(_config(directory), role, _caches(_sliding(), _full()))
-    assert "SlidingWindowSpec" in caplog.text
+    import torch
+
+    other = CrossAttentionSpec(
+        block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32
+    )
+    made = KVTierConnector(_config(directory), role, _caches(_sliding(), other))
+    assert "group 1: other (CrossAttentionSpec) with blocks of 32 tokens" in caplog.text
     assert "window 128" in caplog.text
     assert made.get_num_new_matched_tokens(SimpleNamespace(), 0) == (0, False)
     assert made.get_kv_connector_stats().data["off"] == {"UnsupportedGeometryError": 1}  # type: ignore[union-attr]

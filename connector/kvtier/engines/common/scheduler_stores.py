@@ -189,13 +189,9 @@ class SchedulerStores:
                 first, stop = self._planner.object_range(group, chunk)
                 ids = tuple(tables[group][first:stop]) if group < len(tables) else ()
                 previous = keys[chunk - 1] if chunk else b""
-                reason = blocked_reason
-                if not reason and (len(ids) < stop - first or NULL_BLOCK in ids):
-                    reason = "blocks_gone"
-                if not reason and not self._has_room(len(ids)):
-                    reason = "in_flight_blocks"
+                reason = blocked_reason or self._cannot_reference(ids, stop - first)
                 if not reason and not finished and not self._session.credits[group]:
-                    reason = "no_credit"
+                    return
                 if not reason:
                     self._store(_ChunkBlocks(group, key, previous, state, ids, self._touch(ids)))
                 elif not finished and reason != "blocks_gone":
@@ -221,11 +217,7 @@ class SchedulerStores:
         keys = state.group_keys(group, self._planner.hashes_per_chunk)
         if chunk < len(keys) and self._is_stored(keys[chunk]):
             return
-        reason = self._store_blocked_reason()
-        if not reason and (not ids or NULL_BLOCK in ids):
-            reason = "blocks_gone"
-        if not reason and not self._has_room(len(ids)):
-            reason = "in_flight_blocks"
+        reason = self._store_blocked_reason() or self._cannot_reference(ids, max(1, len(ids)))
         if reason:
             self.dropped[reason] += 1
             return
@@ -265,13 +257,20 @@ class SchedulerStores:
         replica = self._session.replica
         return bool(replica.get_value(key, 0) & replica.usable_bits) or key in self._keys
 
-    def _has_room(self, blocks: int) -> bool:
-        """Whether stores may reference so many more blocks. One object is always allowed."""
+    def _cannot_reference(self, ids: Sequence[int], expected: int) -> str:
+        """Returns why the blocks of one object cannot be referenced; empty if they can.
+
+        One object is always allowed.
+        """
         pool = self.pool
         if pool is None:
-            return False
-        after = self._in_flight_blocks + blocks
-        return after <= max(blocks, len(pool.blocks) // MAX_CACHE_FRACTION)
+            return "no_block_pool"
+        if len(ids) < expected or NULL_BLOCK in ids:
+            return "blocks_gone"
+        after = self._in_flight_blocks + expected
+        if after > max(expected, len(pool.blocks) // MAX_CACHE_FRACTION):
+            return "in_flight_blocks"
+        return ""
 
     def _touch(self, ids: Sequence[int]) -> list[Any]:
         pool = self.pool

@@ -234,7 +234,8 @@ class RankShards:
 class RankContext:
     """What loads and stores of one rank work with.
 
-    ``generations``: of the pool that the copy engine is attached to.
+    ``generations``: of the pool that the copy engine is attached to. ``counted_group``: the group
+    whose objects are counted as chunks.
     """
 
     engine: CopyEngine
@@ -243,6 +244,7 @@ class RankContext:
     counters: Counters
     clock: Callable[[], float]
     generations: SlotGenerations
+    counted_group: int = 0
 
     def copy(self, run: BlockRun, slot: int) -> Copy:
         """Returns the copy of ``run`` to or from ``slot``. The copy engine checks the addresses."""

@@ -45,7 +45,8 @@ COUNTERS = (
         "Loads that failed completely or in part, by reason.",
         "reason",
         (
-            "address", "asleep", "cancelled", "closing", "copy", "duplicate", "epoch", "gone",
+            "address", "asleep", "block_table", "cancelled", "closing", "copy", "duplicate", "epoch",
+            "gone",
             "identity", "limit", "lost", "off", "partial", "unknown_report",
         ),
     ),

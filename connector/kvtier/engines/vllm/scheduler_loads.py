@@ -525,8 +525,9 @@ class SchedulerLoads:
                 slot, generation = unpack_location(location)
                 slots.append(slot)
                 generations.append(generation)
+            reason = ""
         else:
-            self.counts.failures["block_table"] += 1
+            reason = "block_table"
         self._jobs.append(
             LoadJob(
                 load_id,
@@ -551,6 +552,7 @@ class SchedulerLoads:
             keys_loaded=len(parts),
             epoch=session.epoch,
             expires_at=now + timeout + REPORT_GRACE_SECONDS,
+            failure=reason,
         )
         self.counts.offered_tokens += tokens
         message = Load(

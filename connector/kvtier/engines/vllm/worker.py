@@ -183,6 +183,7 @@ class KVTierConnectorWorker:
                 self._counters,
                 time.monotonic,
                 SlotGenerations(),
+                max(0, self._planner.counted_group),
             ),
             partial(self._make_client, self._run_directory, self._hello),
             HostPoolMapper(
