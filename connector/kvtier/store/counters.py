@@ -63,6 +63,15 @@ COUNTERS: dict[str, CounterLabels] = {
     ),
     "presence_relisted": _tier("Times that the objects of a tier were listed again."),
     "settings_missing": _tier("Live values that lack the tier, which keeps its settings."),
+    "tier_announcements": _tier(
+        "Objects published in or removed from a shared tier that were announced, by direction.",
+        "received", "sent",
+    ),
+    "tier_announcements_lost": _tier(
+        "Announcements of a shared tier that were lost or not accepted, by reason.",
+        "corrupt", "invalid", "lost", "no_key", "not_sent", "other_version", "overrun", "truncated",
+        "unkeyed", "unknown_key", "unreadable", "wrong_tag",
+    ),
     "tier_late_reads": _tier("Reads that are still running long after their deadline."),
     "tier_maintain_failed": _tier("Failed maintenance runs of a tier.", *TIER_ERRORS),
     "tier_objects_not_indexed": _tier("Objects that a tier holds and has no memory to index."),

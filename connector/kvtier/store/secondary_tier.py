@@ -204,6 +204,8 @@ class SecondaryTier:
         self.pending_store_bytes = 0
         self.unindexed = 0
         """Objects without room in the tier's index, as counted so far."""
+        self.counted: dict[tuple[str, str], int] = {}
+        """The tier's own totals, as counted so far."""
         self.average_read_seconds: float | None = None
         self.model = TierModel(threads)
         self.last_error = ""
@@ -424,7 +426,7 @@ class SecondaryTiers:
         context = self._context
         if error is None:
             secondary.opened = True
-            self._count_unindexed(secondary)
+            self._count_totals(secondary)
             secondary.breaker.close(context.clock())
             context.timers.at(
                 context.clock() + MAINTAIN_SECONDS, partial(self._maintain, secondary)
@@ -469,16 +471,21 @@ class SecondaryTiers:
             secondary.last_error = f"maintenance: {reason}: {error}"
             context.count("tier_maintain_failed", secondary.name, reason)
             self._note_failure(secondary, error)
-        self._count_unindexed(secondary)
+        self._count_totals(secondary)
         context.timers.at(context.clock() + MAINTAIN_SECONDS, partial(self._maintain, secondary))
 
-    def _count_unindexed(self, secondary: SecondaryTier) -> None:
+    def _count_totals(self, secondary: SecondaryTier) -> None:
         total = secondary.tier.usage().unindexed_total
         if total > secondary.unindexed:
             self._context.count(
                 "tier_objects_not_indexed", secondary.name, "", total - secondary.unindexed
             )
             secondary.unindexed = total
+        for (name, reason), total in secondary.tier.counts().items():
+            more = total - secondary.counted.get((name, reason), 0)
+            if more > 0:
+                self._context.count(name, secondary.name, reason, more)
+                secondary.counted[name, reason] = total
 
     def tier_state(self, secondary: SecondaryTier) -> StoreTierState:
         """The state of one tier for reports."""

@@ -36,6 +36,7 @@ from kvtier.tierd.wire import (
     FromEngine,
     Identify,
     Load,
+    LoadPinned,
     LoadReleased,
     Message,
     Promote,
@@ -196,7 +197,8 @@ class Dispatcher:
         elif isinstance(message, Cancel):
             store.cancel(name, message.promotion)
         elif isinstance(message, Load):
-            store.load(name, message.load, message.promotion, message.keys)
+            pinned = store.load(name, message.load, message.promotion, message.keys)
+            self._send(session.route, LoadPinned(load=message.load, keys=pinned))
         elif isinstance(message, LoadReleased):
             store.release_load(name, message.load)
         elif isinstance(message, Resync):

@@ -19,7 +19,7 @@ import msgspec
 
 from kvtier import __version__
 
-PROTOCOL = f"{__version__}/8"
+PROTOCOL = f"{__version__}/9"
 SOCKET_NAME = "tierd.sock"
 POOL_NAME = "pool"
 GENERATIONS_NAME = "generations"
@@ -152,7 +152,8 @@ class Cancel(Message, frozen=True, kw_only=True):
 
 class Load(Message, frozen=True, kw_only=True):
     """Scheduler: the workers load ``keys`` from the slots that a ``Delta`` or ``Promoted`` named.
-    tierd keeps them in RAM until ``LoadReleased``. No answer: the load does not wait for this.
+    tierd keeps them in RAM until ``LoadReleased``, and answers ``LoadPinned``. The copies do not
+    wait for the answer.
 
     ``promotion``: the one that prepared it, 0 if none; its pins pass to the load.
     """
@@ -283,6 +284,14 @@ class Promoted(Message, frozen=True, kw_only=True):
     locations: tuple[int, ...] = ()
 
 
+class LoadPinned(Message, frozen=True, kw_only=True):
+    """To a scheduler: the first ``keys`` keys of this load stay in their slots until
+    ``LoadReleased``."""
+
+    load: int
+    keys: int
+
+
 FromEngine = (
     Hello
     | Bye
@@ -308,6 +317,7 @@ FromDaemon = (
     | EvictionNotice
     | Usable
     | Promoted
+    | LoadPinned
     | Heartbeat
     | Bye
 )

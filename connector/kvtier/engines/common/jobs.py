@@ -61,6 +61,10 @@ class LoadResult:
 
     The first ``keys_loaded`` keys are in GPU memory. ``seconds``: since the worker got the job.
     ``copy_seconds``: of these, copying on the device; 0 if that is not known.
+
+    A load whose last copies still run may be reported before (``copying``): kernels that are
+    launched afterwards wait for them on the device. A second result follows when they have ended
+    (``follows``).
     """
 
     load: int
@@ -70,3 +74,5 @@ class LoadResult:
     seconds: float = 0.0
     copy_seconds: float = 0.0
     copied_bytes: int = 0
+    copying: bool = False
+    follows: bool = False

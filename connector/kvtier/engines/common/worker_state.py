@@ -72,6 +72,7 @@ class LoadEnd:
     def of(cls, job: LoadJob, result: LoadResult, report_expected: bool = True) -> LoadEnd:
         """Returns the end of a load of which ``result`` says how many keys were copied."""
         missing = (block for run in job.runs[result.keys_loaded :] for block in run.blocks)
+        report_expected = report_expected and not result.follows
         complete = result.keys_loaded == len(job.runs)
         return cls(result, frozenset(missing), complete, report_expected)
 

@@ -45,9 +45,9 @@ COUNTERS = (
         "Loads that failed completely or in part, by reason.",
         "reason",
         (
-            "address", "asleep", "block_table", "cancelled", "closing", "copy", "duplicate", "epoch",
-            "gone",
-            "identity", "limit", "lost", "off", "partial", "unknown_report",
+            "address", "asleep", "block_table", "cancelled", "closing", "copy", "duplicate",
+            "epoch", "gone", "identity", "limit", "lost", "off", "partial", "unknown_report",
+            "unpinned",
         ),
     ),
     Metric(
@@ -77,10 +77,10 @@ COUNTERS = (
         "event",
         (
             "bad_addresses", "copy_errors", "duplicate_loads", "duplicate_requests",
-            "duplicate_stores", "loads_failed", "loads_partial", "lost", "off", "pool_failures",
-            "refused", "shards_refused", "slots_reused", "stores_aborted", "stores_dropped",
-            "stores_stale", "stores_voided", "thread_failures", "unknown_cancels",
-            "unsent_dropped", "weights_hashed",
+            "duplicate_stores", "loads_failed", "loads_partial", "loads_reported_early", "lost",
+            "off", "pins_broken", "pool_failures", "refused", "shards_refused", "slots_reused",
+            "stores_aborted", "stores_dropped", "stores_stale", "stores_voided", "thread_failures",
+            "unknown_cancels", "unsent_dropped", "weights_hashed",
         ),
     ),
     Metric(

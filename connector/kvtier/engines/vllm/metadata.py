@@ -24,13 +24,20 @@ class StepMetadata(KVConnectorMetadata):
     step: int = 0
     loads: list[LoadJob] = field(default_factory=list)
     stores: list[StoreJob] = field(default_factory=list)
+    pinned_loads: tuple[int, ...] = ()
+    """Loads of which tierd has confirmed that every key stays in its slot."""
+    idle: bool = False
+    """Whether the step computes no token."""
     cancelled_loads: list[int] = field(default_factory=list)
     """Loads of aborted requests: submit no further copy, drain, and report."""
     identity: int = 0
-    """The identity number. A worker that does not know it yet fails its loads, drops its stores and
-    takes the fingerprint of its weights, before the step's kernels."""
+    """The identity number. A worker that does not know it yet fails the loads and drops the stores
+    of before, and takes the fingerprint of its weights."""
     report_weights: bool = False
     """Whether the report of this step shall contain the fingerprint."""
+    assumed_weights: tuple[str, ...] = ()
+    """The fingerprints by rank that ``loads`` belong to, while it is not known whether the engine
+    still has these weights; empty if it is. A rank uses nothing of them before it knows."""
     voided_stores: tuple[int, ...] = ()
     """Stores whose source blocks are not referenced any longer: they are not delivered."""
 
@@ -52,7 +59,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
     identity: int = 0
     """The identity number of ``weights``."""
     weights: tuple[tuple[int, str, str], ...] = ()
-    """(rank, fingerprint of its weights, why that is unknown), where it was requested."""
+    """(rank, fingerprint of its weights, why that is unknown), where it was requested and is
+    known."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Combines the reports of two ranks for the same step."""

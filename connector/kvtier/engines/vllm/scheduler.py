@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 MAX_UNREPORTED_STEPS = 1_024
 """vLLM has a handful of steps in flight; beyond this the workers do not report at all."""
 CLOSE_SECONDS = 2.0
+UNKNOWN_WEIGHTS = "unknown"
+"""Equal to no fingerprint: loads that depend on it fail."""
 EXECUTED_STATUSES = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"})
 """Statuses that result from the output of an executed step."""
 
@@ -142,7 +144,7 @@ class KVTierConnectorScheduler:
         ):
             self.loads.cancel_promotion(state)
             return 0, False
-        if not self.weights.usable:
+        if not self.weights.usable and not self.session.replica_ready:
             # The step that the workers take the fingerprint in comes next.
             waits = self.weights.worth_waiting and self.session.ready is not None
             return (None if waits else 0), False
@@ -236,9 +238,12 @@ class KVTierConnectorScheduler:
             step=self._step,
             loads=loads,
             stores=stores,
+            pinned_loads=self.loads.take_pinned(),
+            idle=not output.num_scheduled_tokens,
             cancelled_loads=cancelled,
             identity=self.weights.number,
             report_weights=self.weights.report_needed,
+            assumed_weights=self._assumed_weights(),
             voided_stores=self.stores.take_voided(),
         )
 
@@ -256,6 +261,15 @@ class KVTierConnectorScheduler:
             identity=self.weights.number,
             voided_stores=self.stores.take_voided(),
         )
+
+    def _assumed_weights(self) -> tuple[str, ...]:
+        """The fingerprints that the loads of this step belong to, while it is not known whether the
+        engine still has these weights."""
+        if self.weights.known:
+            return ()
+        ready = self.session.ready
+        known = ready.weights if ready is not None else ()
+        return known or (UNKNOWN_WEIGHTS,) * self._planner.ranks
 
     def _storable_chunks(self, state: RequestState) -> int:
         request, planner = state.request, self._planner
@@ -433,11 +447,10 @@ class KVTierConnectorScheduler:
         """
         self.weights.rise(reset=reset)
         logger.info("KVTier: identity %d: %s", self.weights.number, cause)
-        self.session.suspend()
+        self.session.suspend(assumed=self.weights.assumed)
         self.stores.reset()
-        self.loads.reset()
+        self._forget_matches()
         for state in self._states.values():
-            state.cached_match = None
             if state.scheduled:
                 state.skip_reason = state.skip_reason or "reset"
 
@@ -447,13 +460,22 @@ class KVTierConnectorScheduler:
             return
         if state.stale:
             self.session.suspend(stale=True)
+            self._forget_matches()
             return
-        self.session.identify(state.number, state.weights, state.reason)
+        if not self.session.identify(state.number, state.weights, state.reason):
+            # What was found for the assumed weights belongs to others.
+            self._forget_matches()
         logger.info(
             "KVTier: identity %d: %s",
             state.number,
             f"the weights are unknown: {state.reason}" if state.reason else "the weights are known",
         )
+
+    def _forget_matches(self) -> None:
+        """Forgets what lookups have found, promotions included."""
+        self.loads.reset()
+        for state in self._states.values():
+            state.cached_match = None
 
     def has_pending_work(self) -> bool:
         """Returns whether an engine without requests should keep stepping, so that copies end."""

@@ -66,7 +66,8 @@ class ActiveLoad:
     ``chunk_tokens[i]``: tokens that key i covers. ``source_tiers``: where the keys were before they
     were promoted; empty if nothing was. ``keys_loaded`` and ``failure`` come from the workers'
     reports. ``epoch``: of the session that was told of the load. ``expires_at``: when the workers
-    have reported, unless something is wrong. ``end_chunk``: the first chunk that is not loaded.
+    have reported, unless something is wrong. ``end_chunk``: the first chunk that is not loaded. A
+    rank may report before its copies have ended, so there are two counts of ranks.
     """
 
     load_id: int
@@ -75,7 +76,8 @@ class ActiveLoad:
     end_chunk: int
     chunk_tokens: tuple[int, ...]
     source_tiers: tuple[int, ...]
-    ranks_left: int
+    ranks_unreported: int
+    ranks_copying: int
     keys_loaded: int
     epoch: int
     expires_at: float
@@ -548,7 +550,8 @@ class SchedulerLoads:
             end_chunk=-(-end_tokens // planner.chunk_tokens),
             chunk_tokens=tuple(part.tokens for part in parts),
             source_tiers=promotion.tiers if promotion is not None else (),
-            ranks_left=planner.ranks,
+            ranks_unreported=planner.ranks,
+            ranks_copying=planner.ranks,
             keys_loaded=len(parts),
             epoch=session.epoch,
             expires_at=now + timeout + REPORT_GRACE_SECONDS,
@@ -611,24 +614,48 @@ class SchedulerLoads:
         cancelled, self._cancelled_loads = self._cancelled_loads, []
         return jobs, cancelled
 
+    def take_pinned(self) -> tuple[int, ...]:
+        """Returns the loads of which tierd has pinned every key since the last call."""
+        pinned = []
+        while self._session.pinned_loads:
+            number, keys = self._session.pinned_loads.popleft()
+            load = self._active.get(number)
+            if load is not None and keys == len(load.chunk_tokens):
+                pinned.append(number)
+        return tuple(pinned)
+
     def on_load_done(self, result: LoadResult) -> None:
-        """Takes one rank's report of the end of a load."""
+        """Takes one rank's report of a load, or of the end of its copies."""
         load = self._active.get(result.load)
         if load is None:
             self.counts.failures["unknown_report"] += 1
             return
-        load.ranks_left -= 1
-        load.keys_loaded = min(load.keys_loaded, result.keys_loaded)
+        if result.follows:
+            if result.reason:
+                self.counts.failures["unpinned"] += 1
+        else:
+            load.ranks_unreported -= 1
+            load.keys_loaded = min(load.keys_loaded, result.keys_loaded)
+            load.seconds = max(load.seconds, result.seconds)
+            load.failure = load.failure or result.reason
+            if load.ranks_unreported == 0:
+                self._on_reported(load)
+        if result.copying:
+            return
+        load.ranks_copying -= 1
         load.copy_seconds = max(load.copy_seconds, result.copy_seconds)
-        load.seconds = max(load.seconds, result.seconds)
-        load.failure = load.failure or result.reason
-        if load.ranks_left > 0:
+        if load.ranks_copying > 0:
             return
         del self._active[result.load]
         if load.epoch == self._session.epoch:
             self._session.send(LoadReleased(load=result.load))
+        if load.keys_loaded == len(load.chunk_tokens):
+            self._copies.observe(sum(load.chunk_tokens), load.copy_seconds, self._clock())
+
+    def _on_reported(self, load: ActiveLoad) -> None:
+        """Every rank has reported, so vLLM resumes the request."""
         state = load.state
-        if state.load_id == result.load:
+        if state.load_id == load.load_id:
             state.load_id = 0
         complete = load.keys_loaded == len(load.chunk_tokens)
         # What is of use as a whole only is recomputed from the start if it is not complete.
@@ -639,7 +666,6 @@ class SchedulerLoads:
             self.loaded_tokens[tier] += tokens
         self.counts.load_seconds.append(load.seconds)
         if complete:
-            self._copies.observe(sum(load.chunk_tokens), load.copy_seconds, self._clock())
             return
         self.counts.failures[load.failure.split(":")[0] or "partial"] += 1
         if self._planner.prefix_only:

@@ -21,7 +21,7 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,6 +48,8 @@ from kvtier.tiers.base import (
     aligned,
 )
 from kvtier.tiers.filesystem import io
+from kvtier.tiers.filesystem.announcement_log import AnnouncementLog
+from kvtier.tiers.filesystem.announcements import Announcements
 from kvtier.tiers.filesystem.directory import TierDirectory
 from kvtier.tiers.filesystem.format import HEADER_BYTES
 from kvtier.tiers.filesystem.index import MAX_INDEXED_OBJECTS, Index
@@ -119,8 +121,11 @@ class FileSystemTier(Tier):
             on_change=self._changed,
             in_use=lambda: self._described,
             clock=clock,
+            announcements=Announcements(self.capabilities.shared, clock),
         )
+        self._announcements = self._directory.announcements
         self.maintenance = DirectoryMaintenance(self._directory)
+        self.announcement_log = AnnouncementLog(self._directory, self._files.keys)
 
     # Life cycle.
 
@@ -138,11 +143,13 @@ class FileSystemTier(Tier):
         except TierNoSpaceError as error:
             _log.warning("%s; serving existing objects without storing", error)
         self._probe_direct()
+        self.announcement_log.skip()
         self._index.begin_ordering()
         self.report = self.maintenance.scan_completely().result.report
         self._index.order_discovered()
         self._report_unindexed()
         self.maintenance.start_loop()
+        self.announcement_log.start()
 
     def _probe_direct(self) -> None:
         self._probe_direct_again = False
@@ -162,6 +169,7 @@ class FileSystemTier(Tier):
         """Stops evicting and writing; calls in flight end by themselves. Returns grants and
         leadership if the storage responds within seconds.
         """
+        self.announcement_log.stop()
         self.maintenance.stop()
 
     def configure(self, limits: TierLimits) -> None:
@@ -212,6 +220,10 @@ class FileSystemTier(Tier):
     def volume(self) -> tuple[int, int]:
         """Size and free bytes of its file system."""
         return self._volume
+
+    def counts(self) -> Mapping[tuple[str, str], int]:
+        """What was announced, and which announcements of others were lost."""
+        return self._announcements.counts()
 
     def touch(self, ref: ObjectRef, previous: bytes = b"") -> None:
         """Makes the object the most recently used."""
@@ -305,6 +317,7 @@ class FileSystemTier(Tier):
             self._index.release(size)
             raise self._write_error(error) from error
         is_new = self._index.publish(ref.namespace, ref.key, size, meta.previous)
+        self._announcements.published(ref.namespace, ref.key, size, meta.previous)
         if self._unusable.discard(ref) or is_new:
             self._on_change(ref.namespace, ref.key, True)
 
@@ -408,6 +421,7 @@ class FileSystemTier(Tier):
                 raise io.tier_error(error, path) from error
         else:
             self.maintenance.record_removal(ref.namespace, path, size, generation)
+            self._announcements.removed(ref.namespace, ref.key)
         self._drop(ref)
 
     # Maintenance.
@@ -507,6 +521,7 @@ class FileSystemTier(Tier):
             os.unlink(path)
             # Its size is not certain, so it stays charged until the next count.
             self.maintenance.request_recount()
+            self._announcements.removed(ref.namespace, ref.key)
         self._drop(ref)
 
     def _drop(self, ref: ObjectRef) -> None:
