@@ -52,7 +52,9 @@ class KVCacheGroup:
     """One KV cache group.
 
     ``name``: the engine's name of its type, for messages. ``window_tokens``: of a sliding window,
-    or the attention chunk of chunked local attention. ``replicated``: all tensor-parallel ranks of a pipeline stage hold the same bytes.
+    or the attention chunk of chunked local attention.
+
+    ``replicated``: all tensor-parallel ranks of a pipeline stage hold the same bytes.
     """
 
     kind: GroupKind

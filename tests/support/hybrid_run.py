@@ -1,5 +1,5 @@
-"""Runs the prompts of one hybrid model on three engines, one after the other in one process: without
-KVTier, with it, and with it after a restart, whose RAM is empty.
+"""Runs the prompts of one hybrid model on three engines, one after the other in one process:
+without KVTier, with it, and with it after a restart, whose RAM is empty.
 
     python hybrid_run.py NAME DIRECTORY
 
@@ -113,6 +113,11 @@ class _Engine:
         gc.collect()
 
 
+def replica_of(engine: _Engine) -> Any:
+    """The keys that the engine knows."""
+    return engine.scheduler.session.replica
+
+
 def run(name: str, directory: Path) -> dict[str, Any]:
     """All three engines."""
     models = _module("hybrid_models")
@@ -151,9 +156,12 @@ def run(name: str, directory: Path) -> dict[str, Any]:
     result["ram"] = first.pass_over(wanted)
     result["groups"] = [str(group) for group in first.scheduler._planner.groups]
     result["failures"] = dict(first.scheduler.loads.counts.failures)
+    result["dropped"] = dict(first.scheduler.stores.dropped)
+    result["objects"] = len(first.scheduler.session.replica)
     first.close()
     second = _Engine(kvtier)
     second.wait("not attached after the restart", second.attached)
+    second.wait("files not found", lambda: len(replica_of(second)) >= result["objects"])
     result["restarted"] = second.pass_over(wanted)
     result["failures_restarted"] = dict(second.scheduler.loads.counts.failures)
     second.close()

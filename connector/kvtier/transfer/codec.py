@@ -379,7 +379,9 @@ def _pages(
             raise CodecError(f"{name}: a list of {len(tensors)} tensors: must be one tensor")
         return [(Registered(name, tensors[0]), page_bytes, padded)]
     dtypes = tuple(getattr(spec, "dtypes", ()))
-    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=False)]
+    sizes = [
+        math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=False)
+    ]
     if isinstance(kv_caches.get(name), torch.Tensor):
         shown = tensors[0].numel() * tensors[0].element_size() // max(1, num_blocks)
         if len(sizes) == len(shapes) and sum(sizes) <= shown:

@@ -138,7 +138,9 @@ def test_the_longest_prefix_is_the_longest_whose_objects_are_all_there(
 ) -> None:
     groups, start_tokens = len(planner.groups), planner.tokens(start)
     objects = [(group, chunk) for group in range(groups) for chunk in range(most)]
-    missing = data.draw(st.sets(st.sampled_from(objects), max_size=6) if objects else st.just(set()))
+    missing = data.draw(
+        st.sets(st.sampled_from(objects), max_size=6) if objects else st.just(set())
+    )
 
     def usable(end: int) -> bool:
         parts = planner.needed(start_tokens, planner.tokens(end))

@@ -13,11 +13,11 @@ from tests.unit.scheduler.scheduler_testbed import BLOCK, CHUNK, SchedulerTestbe
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, supports_hma
 from vllm.v1.kv_cache_interface import (
+    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     MLAAttentionSpec,
-    CrossAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -133,9 +133,7 @@ def test_unsupported_models_turn_kvtier_off_with_their_geometry(
 ) -> None:
     import torch
 
-    other = CrossAttentionSpec(
-        block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32
-    )
+    other = CrossAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32)
     made = KVTierConnector(_config(directory), role, _caches(_sliding(), other))
     assert "group 1: other (CrossAttentionSpec) with blocks of 32 tokens" in caplog.text
     assert "window 128" in caplog.text

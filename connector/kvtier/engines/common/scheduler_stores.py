@@ -43,6 +43,9 @@ RECENTLY_COMMITTED_SECONDS = 0.5
 PROGRESS_TIMEOUT_SECONDS = 10.0
 """An idle engine keeps stepping for stores as long as one of them ended this recently."""
 NULL_BLOCK = 0
+PASSING_REASONS = ("weights_unknown", "replica_incomplete", "worker_not_attached")
+"""Why nothing can be stored for a step or two. After a reset of the prefix cache the workers take
+the fingerprint of the weights in the step that computes the next prompt."""
 
 
 class BlockPool(Protocol):
@@ -217,7 +220,11 @@ class SchedulerStores:
         keys = state.group_keys(group, self._planner.hashes_per_chunk)
         if chunk < len(keys) and self._is_stored(keys[chunk]):
             return
-        reason = self._store_blocked_reason() or self._cannot_reference(ids, max(1, len(ids)))
+        reason = self._store_blocked_reason()
+        if reason in PASSING_REASONS:
+            # It may have passed when the step has been executed.
+            reason = ""
+        reason = reason or self._cannot_reference(ids, max(1, len(ids)))
         if reason:
             self.dropped[reason] += 1
             return
@@ -243,9 +250,7 @@ class SchedulerStores:
             ):
                 self._free(found.blocks)
                 continue
-            self._store(
-                _ChunkBlocks(found.group, keys[chunk], b"", state, found.ids, found.blocks)
-            )
+            self._store(_ChunkBlocks(found.group, keys[chunk], b"", state, found.ids, found.blocks))
 
     def _drop_references(self) -> None:
         references, self._references = self._references, deque()

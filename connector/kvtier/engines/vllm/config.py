@@ -136,9 +136,7 @@ def group_of(group: Any) -> KVCacheGroup:
         window = int(spec.sliding_window) + int(getattr(spec, "extra_retained_tokens", 0))
         return KVCacheGroup(GroupKind.SLIDING, block_tokens, name, window)
     if type(spec) is specs.ChunkedLocalAttentionSpec:
-        return KVCacheGroup(
-            GroupKind.CHUNKED, block_tokens, name, int(spec.attention_chunk_size)
-        )
+        return KVCacheGroup(GroupKind.CHUNKED, block_tokens, name, int(spec.attention_chunk_size))
     if type(spec) is specs.MambaSpec:
         return _state_group(spec, block_tokens)
     return KVCacheGroup(GroupKind.OTHER, block_tokens, name)

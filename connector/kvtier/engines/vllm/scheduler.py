@@ -78,9 +78,7 @@ class KVTierConnectorScheduler:
             if group.kind in (GroupKind.SLIDING, GroupKind.CHUNKED)
         )
         self._state_groups = tuple(
-            number
-            for number, group in enumerate(planner.groups)
-            if group.kind is GroupKind.STATE
+            number for number, group in enumerate(planner.groups) if group.kind is GroupKind.STATE
         )
         self.weights = WeightsState(planner.ranks, clock)
         self._adapters = adapters or AdapterDigests()

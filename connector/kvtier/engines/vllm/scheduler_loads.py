@@ -257,7 +257,9 @@ class SchedulerLoads:
             state.group_keys(group, self._hashes_per_chunk) for group in range(len(planner.groups))
         ]
         anywhere = planner.longest_prefix(
-            computed_tokens, end, lambda group, chunk: get_value(keys[group][chunk], 0) & usable_bits
+            computed_tokens,
+            end,
+            lambda group, chunk: get_value(keys[group][chunk], 0) & usable_bits,
         )
         in_ram = 0
         if anywhere and usable_bits & MEMORY_BIT:
