@@ -52,14 +52,15 @@ class HybridModel:
     """One family: the type of its configuration, what differs from the common values, and the
     options that its engine needs.
 
-    ``chunk_tokens``: of the topology. ``window_tokens``: 0 without a window.
+    ``chunk_tokens``: of the topology. ``embedding_scale``: where the output uses the weights of the
+    embedding, large ones make the model repeat its input, which hides wrong KV.
     """
 
     model_type: str
     values: dict[str, Any]
     engine: dict[str, Any] = field(default_factory=dict)
     chunk_tokens: int = 64
-    dtype: str = "float32"
+    embedding_scale: float = 1.0
 
 
 MODELS: dict[str, HybridModel] = {
@@ -80,6 +81,7 @@ MODELS: dict[str, HybridModel] = {
             "query_pre_attn_scalar": 32,
             "tie_word_embeddings": True,
         },
+        embedding_scale=0.01,
     ),
     "olmo3": HybridModel(
         "olmo3",
@@ -136,7 +138,6 @@ MODELS: dict[str, HybridModel] = {
             "mlp_only_layers": [],
         },
         {"enable_prefix_caching": True, "dtype": "bfloat16"},
-        dtype="bfloat16",
     ),
 }
 
@@ -153,6 +154,8 @@ def write_hybrid(name: str, directory: Path) -> Path:
     try:
         torch.manual_seed(0)
         made = AutoModelForCausalLM.from_config(config).to(torch.float32)
+        with torch.no_grad():
+            made.get_input_embeddings().weight.mul_(model.embedding_scale)
     finally:
         torch.random.set_rng_state(state)
     made.save_pretrained(directory)

@@ -1,5 +1,5 @@
-"""Models with several KV cache groups on the scheduler side: what is referenced, stored, matched and
-loaded by group."""
+"""Models with several KV cache groups on the scheduler side: what is referenced, stored, matched
+and loaded by group."""
 
 from __future__ import annotations
 
