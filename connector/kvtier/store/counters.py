@@ -17,8 +17,8 @@ MESSAGES = (
     "Identify", "LoadReleased", "Promote", "Reserve", "Resync",
 )  # fmt: skip
 """What an engine sends (``tierd/wire.py``)."""
-TIER_ERRORS = ("corrupt", "error", "key_missing", "no_space", "unavailable", "unexpected",
-               "unverifiable", "vanished")  # fmt: skip
+TIER_ERRORS = ("corrupt", "error", "key_missing", "min_free", "no_space", "unavailable",
+               "unexpected", "unverifiable", "vanished")  # fmt: skip
 """``TierError.reason`` of each class, and ``unexpected`` for any other exception."""
 READ_ERRORS = (*TIER_ERRORS, "no_key", "other_version", "unkeyed", "unknown_key", "wrong_tag")
 """With the reasons of objects that a read finds and cannot use."""
@@ -73,6 +73,11 @@ COUNTERS: dict[str, CounterLabels] = {
         "unkeyed", "unknown_key", "unreadable", "wrong_tag",
     ),
     "tier_late_reads": _tier("Reads that are still running long after their deadline."),
+    "tier_lookups": _tier(
+        "Lookups of keys that are not in the index of a shared tier, by result.",
+        "absent", "busy", "found", "timed_out", "too_slow",
+    ),
+    "tier_lookups_failed": _tier("Failed lookups in a shared tier.", *TIER_ERRORS),
     "tier_maintain_failed": _tier("Failed maintenance runs of a tier.", *TIER_ERRORS),
     "tier_objects_not_indexed": _tier("Objects that a tier holds and has no memory to index."),
     "tier_open_failed": _tier("Failed attempts to open a tier.", *TIER_ERRORS),
@@ -92,6 +97,9 @@ COUNTERS: dict[str, CounterLabels] = {
     "tier_writes_postponed": _tier(
         "Objects that wait in RAM to be written, by reason.", "too_many_pending", "write_budget"
     ),
+    "tier_writes_skipped": _tier(
+        "Objects that the store policy did not admit to a tier, by reason.", "not_reused"
+    ),
     # Promotions.
     "promotion_leases_expired": _global("Promotions whose result was not used in time."),
     "promotions": _global("Promotions that began."),
@@ -101,7 +109,8 @@ COUNTERS: dict[str, CounterLabels] = {
         "recovered_corrupt", "selection", "tier_timeout", "too_many_promotions",
     ),
     "promotions_ended": _global(
-        "Promotions that ended, by outcome.", "whole", "partial", "failed", "cancelled"
+        "Promotions that ended, by outcome.",
+        "absent", "cancelled", "failed", "partial", "whole",
     ),
     "promotions_out_of_time": _global("Promotions that reached the deadline of their request."),
     "selections": _global(

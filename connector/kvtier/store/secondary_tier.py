@@ -33,6 +33,20 @@ NEGATIVE_SECONDS = 30.0
 MAX_NEGATIVE = 65_536
 
 
+def limits_of(live: LiveTier) -> TierLimits:
+    """The live values that a tier applies itself."""
+    return TierLimits(
+        capacity_bytes=sys.maxsize if live.capacity_bytes is None else live.capacity_bytes,
+        high_watermark_percent=live.high_watermark_percent,
+        low_watermark_percent=live.low_watermark_percent,
+        retention_seconds=live.retention_seconds,
+        sync_data=live.sync_data,
+        load_timeout_seconds=live.load_timeout_seconds,
+        min_free_bytes=live.min_free_bytes,
+        min_free_percent=live.min_free_percent,
+    )
+
+
 class TierBreaker:
     """Closed: the tier is used. Open: it is suspended. ``cause`` and ``since`` describe the present
     state.
@@ -262,6 +276,8 @@ class SecondaryTiers:
             for i, tier in enumerate(tiers)
         ]
         self.usable_bits = RAM_BITS
+        self.asked_bits = 0
+        """Of the usable tiers that are asked for keys that the index lacks."""
         self.configure(live)
         for secondary in self.all:
             self._submit_open(secondary)
@@ -288,18 +304,11 @@ class SecondaryTiers:
                 self._context.count("settings_missing", secondary.name)
                 continue
             secondary.settings = settings
-            secondary.tier.configure(
-                TierLimits(
-                    capacity_bytes=sys.maxsize
-                    if settings.capacity_bytes is None
-                    else settings.capacity_bytes,
-                    high_watermark_percent=settings.high_watermark_percent,
-                    low_watermark_percent=settings.low_watermark_percent,
-                    retention_seconds=settings.retention_seconds,
-                    sync_data=settings.sync_data,
-                    load_timeout_seconds=settings.load_timeout_seconds,
-                )
-            )
+            secondary.tier.configure(limits_of(settings))
+
+    def holds(self, namespace: str, key: bytes) -> bool:
+        """Whether the key is in RAM or in a usable tier, as far as the index knows."""
+        return bool(self._index.bits(namespace, key) & self.usable_bits)
 
     def best_for(self, namespace: str, key: bytes, excluded_bits: int = 0) -> SecondaryTier | None:
         """The usable tier of highest weight that holds the key and is not among ``excluded_bits``;
@@ -444,11 +453,13 @@ class SecondaryTiers:
             handler()
 
     def _announce_usable(self) -> None:
-        bits = RAM_BITS
+        bits, asked = RAM_BITS, 0
         for secondary in self.all:
-            bits |= secondary.bit if secondary.usable else 0
-        if bits != self.usable_bits:
-            self.usable_bits = bits
+            if secondary.usable:
+                bits |= secondary.bit
+                asked |= secondary.bit if secondary.tier.asks_on_miss else 0
+        if (bits, asked) != (self.usable_bits, self.asked_bits):
+            self.usable_bits, self.asked_bits = bits, asked
             self._context.emit(UsableTiersChanged(bits))
 
     def _maintain(self, secondary: SecondaryTier) -> None:
@@ -472,6 +483,7 @@ class SecondaryTiers:
             context.count("tier_maintain_failed", secondary.name, reason)
             self._note_failure(secondary, error)
         self._count_totals(secondary)
+        self._announce_usable()
         context.timers.at(context.clock() + MAINTAIN_SECONDS, partial(self._maintain, secondary))
 
     def _count_totals(self, secondary: SecondaryTier) -> None:

@@ -115,6 +115,11 @@ class FaultyTier(Tier):
         """Passes the call on without a fault."""
         self.inner.configure(limits)
 
+    @property
+    def asks_on_miss(self) -> bool:
+        """As the inner tier."""
+        return self.inner.asks_on_miss
+
     def contains(self, ref: ObjectRef) -> bool:
         """Passes the call on without a fault."""
         return self.inner.contains(ref)

@@ -76,7 +76,11 @@ class Dispatcher:
         self._counters = counters
         self._describe = describe
         self._publisher = ReplicaPublisher(
-            send, store.presence, store.acknowledge_eviction, lambda: store.usable_bits
+            send,
+            store.presence,
+            store.acknowledge_eviction,
+            lambda: store.usable_bits,
+            lambda: store.asked_bits,
         )
         self._engines: dict[str, EngineSessions] = {}
 
@@ -192,7 +196,12 @@ class Dispatcher:
                 store.reserve(name, reservation, ChunkId(group, key, previous), slot)
         elif isinstance(message, Promote):
             store.promote(
-                name, message.promotion, message.keys, message.budget_seconds, _prefix_cost(message)
+                name,
+                message.promotion,
+                message.keys,
+                message.budget_seconds,
+                _prefix_cost(message),
+                message.look_up,
             )
         elif isinstance(message, Cancel):
             store.cancel(name, message.promotion)

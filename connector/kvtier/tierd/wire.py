@@ -129,8 +129,9 @@ class Promote(Message, frozen=True, kw_only=True):
     For selection ``Cost``: once key i is there, ``ends[i]`` tokens of the prompt are, the first key
     beginning at ``start_tokens``; computing tokens a to b takes the engine ``alpha (b - a) + beta
     (b^2 - a^2)`` seconds (both 0: not known yet). Without ``ends`` the longest prefix is read.
-    ``waited_seconds``: time since the request's deadline clock started. ``whole``: the keys are of
-    use together only, so all or none are read; needs ``ends``.
+    ``waited_seconds``: time since the request's deadline clock started. ``look_up``: keys that are
+    in no index are looked up in the tiers first, within ``lookupTimeoutMilliseconds``.
+    ``whole``: the keys are of use together only, so all or none are read; needs ``ends``.
     """
 
     promotion: int
@@ -142,6 +143,7 @@ class Promote(Message, frozen=True, kw_only=True):
     beta: float = 0.0
     waited_seconds: float = 0.0
     whole: bool = False
+    look_up: bool = False
 
 
 class Cancel(Message, frozen=True, kw_only=True):
@@ -266,16 +268,18 @@ class EvictionNotice(Message, frozen=True, kw_only=True):
 class Usable(Message, frozen=True, kw_only=True):
     """To a scheduler: only tiers with these ``bits`` may be used, until the next such message. A
     tier that is not open, or whose breaker is open, has its keys in the replica and not its bit
-    here. Sent before each snapshot and on change."""
+    here. Sent before each snapshot and on change. ``asked_bits``: of these, tiers that may hold
+    keys which are not in the replica (``Promote.look_up``)."""
 
     bits: int
+    asked_bits: int = 0
 
 
 class Promoted(Message, frozen=True, kw_only=True):
     """The end of a promotion: ``usable`` keys of the prefix are in pinned slots. ``outcome``:
-    "whole", "partial", "failed" or "cancelled"; ``tiers[i]``: index of the tier that key i came
-    from (0: was in RAM); ``locations[i]``: its slot and generation. This may arrive before the
-    ``Delta`` that names them."""
+    "whole", "partial", "failed", "absent" (nothing was found) or "cancelled"; ``tiers[i]``: index
+    of the tier that key i came from (0: was in RAM); ``locations[i]``: its slot and generation.
+    This may arrive before the ``Delta`` that names them."""
 
     promotion: int
     usable: int

@@ -41,6 +41,8 @@ class PendingPromotion:
 
     ``deadline`` is measured by the scheduler's clock. ``usable_keys``: keys in pinned slots, None
     until tierd answers. ``tiers``: the tier that each key came from. ``locations``: where each is.
+    ``lookup_deadline``: if the request waits for a lookup only, until when, unless ``lookup_key``,
+    the first key that is looked up, has been found; else 0.
 
     With several groups ``keys`` are those that a prefix of ``end_tokens`` tokens needs after a
     local hit of ``computed_tokens``; they are of use together only. Both are 0 with one group.
@@ -57,6 +59,8 @@ class PendingPromotion:
     locations: tuple[int, ...] = ()
     computed_tokens: int = 0
     end_tokens: int = 0
+    lookup_deadline: float = 0.0
+    lookup_key: bytes = b""
 
 
 class RequestState:
@@ -122,6 +126,11 @@ class RequestState:
         self._keys: list[bytes] = []
         self._hashes: list[bytes] = []
         self._group_keys: dict[int, list[bytes]] = {}
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of tokens in the prompt."""
+        return int(self.request.num_prompt_tokens)
 
     def is_cacheable(self, adapters: AdapterDigests) -> bool:
         """Returns whether the request has keys.

@@ -1,10 +1,10 @@
 """Stores on the scheduler side: which chunks leave GPU memory, and which blocks stay referenced.
 
-A chunk is stored once the workers have executed its last token, unless a tier holds it already or
-another request is storing it. Each KV cache group has an object of its own. If there is no free
-slot, or too much is in flight, the chunk waits behind its request's frontier. When the request
-finishes, chunks without a slot are held for a moment, with their blocks referenced; then they are
-dropped. A store never delays a request.
+A chunk is stored once the workers have executed its last token, unless a tier holds it already,
+another request is storing it, or the prompt is too short. Each KV cache group has an object of its
+own. If there is no free slot, or too much is in flight, the chunk waits behind its request's
+frontier. When the request finishes, chunks without a slot are held for a moment, with their blocks
+referenced; then they are dropped. A store never delays a request.
 
 The frontier is for groups of full attention, whose blocks a request keeps. The engine takes other
 blocks from a request before a store could begin: those that leave a window, and old states. So
@@ -171,7 +171,8 @@ class SchedulerStores:
         frontier = state.frontier
         if frontier.next_chunk >= storable_chunks:
             return
-        blocked_reason = self._store_blocked_reason()
+        blocked_reason = self._store_blocked_reason(state)
+        # The frontier stays, so that a limit that is lowered has its effect on running requests.
         if blocked_reason and not finished:
             return
         replica = self._session.replica
@@ -220,7 +221,7 @@ class SchedulerStores:
         keys = state.group_keys(group, self._planner.hashes_per_chunk)
         if chunk < len(keys) and self._is_stored(keys[chunk]):
             return
-        reason = self._store_blocked_reason()
+        reason = self._store_blocked_reason(state)
         if reason in PASSING_REASONS:
             # It may have passed when the step has been executed.
             reason = ""
@@ -292,8 +293,8 @@ class SchedulerStores:
             # The end of a prefix is useless without its beginning, so vLLM evicts it first.
             self.pool.free_blocks(reversed(blocks))
 
-    def _store_blocked_reason(self) -> str:
-        """Returns why no chunk can be stored; empty if chunks can be stored."""
+    def _store_blocked_reason(self, state: RequestState | None = None) -> str:
+        """Returns why no chunk, or none of this request, can be stored; empty if some can."""
         if self.pool is None:
             return "no_block_pool"
         session = self._session
@@ -305,6 +306,8 @@ class SchedulerStores:
             return "replica_incomplete"
         if self.worker_epoch is not None and self.worker_epoch != session.epoch:
             return "worker_not_attached"
+        if state is not None and state.prompt_tokens < session.live.min_store_tokens:
+            return "short_prompt"
         return ""
 
     def _store(self, chunk: _ChunkBlocks) -> None:

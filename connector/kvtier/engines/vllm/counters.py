@@ -55,7 +55,7 @@ COUNTERS = (
         "Promotions from secondary tiers, by outcome.",
         "outcome",
         (
-            "whole", "partial", "failed", "cancelled", "lost", "out_of_time",
+            "whole", "partial", "failed", "absent", "cancelled", "lost", "out_of_time",
             "ram_slower_than_recomputing", "too_many_waiting",
         ),
     ),
@@ -65,8 +65,8 @@ COUNTERS = (
         "reason",
         (
             "blocks_gone", "in_flight_blocks", "lost", "no_block_pool", "no_credit", "not_attached",
-            "off", "replica_incomplete", "reset", "unknown_report", "weights_stale",
-            "weights_unknown", "worker_not_attached",
+            "off", "replica_incomplete", "reset", "short_prompt", "unknown_report",
+            "weights_stale", "weights_unknown", "worker_not_attached",
         ),
     ),
     Metric("loaded_bytes", "Bytes copied from the memory tier to GPU memory."),

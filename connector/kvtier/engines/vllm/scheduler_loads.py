@@ -6,8 +6,9 @@
 2. A promotion is pending: None (ask again) until it ends or its deadline passes.
 3. The promotion has ended: the promoted prefix, if it is long enough.
 4. The last match is still valid: the same again.
-5. The best prefix needs a secondary tier, or unverified RAM: request a promotion and return None.
-   If too many requests wait, or the request's time is up, continue with what RAM holds.
+5. The best prefix needs a secondary tier, or unverified RAM, or it ends at a key that a tier may
+   hold although the replica lacks it: request a promotion and return None. If too many requests
+   wait, or the request's time is up, continue with what RAM holds.
 6. Stores of the request are in flight: None, for a bounded time.
 7. The prefix that is in RAM.
 
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 from kvtier.config.models import Selection
@@ -31,6 +32,7 @@ from kvtier.engines.common.request_state import CachedMatch, PendingPromotion, R
 from kvtier.engines.common.scheduler_stores import NULL_BLOCK
 from kvtier.engines.common.tierd_session import TierdSession
 from kvtier.engines.vllm.cost_estimates import CopyEstimator, PrefillEstimator
+from kvtier.engines.vllm.miss_lookups import MissLookups
 from kvtier.planner import Part, Planner
 from kvtier.store.cost_model import Prefill
 from kvtier.store.generations import unpack_location
@@ -106,8 +108,9 @@ class LoadCounts:
 class _LoadPrefix:
     """What to promote, for a request whose first ``computed_tokens`` tokens are in GPU memory.
 
-    ``parts``: of a prefix that is usable as a whole only, else empty. ``timeout_seconds``: of the
-    tiers that hold it.
+    ``timeout_seconds``: of the tiers that hold it. ``parts``: of a prefix that is usable as a whole
+    only, else empty. ``look_up``: the replica does not have the last keys. ``lookup_seconds`` and
+    ``lookup_key``: if the request waits for a lookup only, for how long, and the first such key.
     """
 
     computed_tokens: int
@@ -116,6 +119,9 @@ class _LoadPrefix:
     end_tokens: int
     timeout_seconds: float
     parts: tuple[Part, ...] = ()
+    look_up: bool = False
+    lookup_seconds: float = 0.0
+    lookup_key: bytes = b""
 
 
 class SchedulerLoads:
@@ -135,6 +141,7 @@ class SchedulerLoads:
         self._hashes_per_chunk = planner.hashes_per_chunk
         self._session = session
         self._prefill = prefill
+        self._lookups = MissLookups(planner, session, prefill)
         self._copies = CopyEstimator()
         self._clock = clock
         self._ids = count(1)
@@ -198,7 +205,7 @@ class SchedulerLoads:
     ) -> int | None:
         """Returns the promoted tokens; None while the request waits; 0 if the promotion is over."""
         if promotion.usable_keys is None:
-            if now < promotion.deadline:
+            if now < promotion.deadline and not self._lookups.expired(promotion, now):
                 return None
             self.counts.promotions["out_of_time"] += 1
             self.cancel_promotion(state)
@@ -237,7 +244,10 @@ class SchedulerLoads:
             if chunk_bits & MEMORY_BIT and ram_chunks == len(bits):
                 ram_chunks += 1
             bits.append(chunk_bits)
-        if ram_chunks < len(bits) and self._promote(state, computed_tokens, bits, now):
+        unknown = self._lookups.keys(computed_tokens, len(bits), end - first)
+        if (ram_chunks < len(bits) or unknown) and self._promote(
+            state, computed_tokens, bits, now, unknown
+        ):
             return None
         ram_tokens = planner.tokens(first + ram_chunks) - computed_tokens if ram_chunks else 0
         return self._match_ram(state, computed_tokens, ram_tokens, now)
@@ -304,28 +314,50 @@ class SchedulerLoads:
     # Promotions.
 
     def _promote(
-        self, state: RequestState, computed_tokens: int, bits: Sequence[int], now: float
+        self,
+        state: RequestState,
+        computed_tokens: int,
+        bits: Sequence[int],
+        now: float,
+        unknown: int = 0,
     ) -> bool:
         """Requests a promotion of the best prefix; returns whether the request has to wait.
 
-        ``bits[i]``: the tiers that hold the i-th chunk of the prefix.
+        ``bits[i]``: the tiers that hold the i-th chunk of the prefix. ``unknown``: how many keys
+        after it tierd looks up.
         """
         if not self._may_promote(state):
             return False
         planner, session = self._planner, self._session
         first = planner.chunks(computed_tokens)
-        sources = [_source(each) for each in bits]
-        weights = [session.tier(index).load_weight for index in range(max(sources) + 1)]
-        tokens = [planner.chunk_tokens] * len(bits)
-        tokens[0] -= computed_tokens - planner.tokens(first)
-        chosen = choose_prefix(session.live.selection, sources, weights, tokens).chosen
-        if chosen is None or chosen.tokens < max(1, session.live.min_load_tokens):
-            return False
-        if all(b & MEMORY_BIT for b in bits[: chosen.keys]):
-            return False
-        timeout = self._tier_timeout(chosen.tiers)
-        end_tokens = planner.tokens(first + chosen.keys)
-        prefix = _LoadPrefix(computed_tokens, first, chosen.keys, end_tokens, timeout)
+        tiers: Iterable[int] = self._lookups.tiers(bits, unknown)
+        keys = len(bits) + unknown
+        if not unknown:
+            sources = [_source(each) for each in bits]
+            weights = [session.tier(index).load_weight for index in range(max(sources) + 1)]
+            tokens = [planner.chunk_tokens] * len(bits)
+            tokens[0] -= computed_tokens - planner.tokens(first)
+            chosen = choose_prefix(session.live.selection, sources, weights, tokens).chosen
+            if chosen is None or chosen.tokens < max(1, session.live.min_load_tokens):
+                return False
+            if all(b & MEMORY_BIT for b in bits[: chosen.keys]):
+                return False
+            tiers, keys = chosen.tiers, chosen.keys
+        end_tokens = planner.tokens(first + keys)
+        prefix = _LoadPrefix(
+            computed_tokens,
+            first,
+            keys,
+            end_tokens,
+            self._tier_timeout(tiers),
+            look_up=bool(unknown),
+        )
+        if unknown and all(b & MEMORY_BIT for b in bits):
+            prefix = replace(
+                prefix,
+                lookup_seconds=self._lookups.seconds(computed_tokens, len(bits), keys),
+                lookup_key=state.keys(self._hashes_per_chunk)[first + len(bits)],
+            )
         return self._request_promotion(state, prefix, now)
 
     def _may_promote(self, state: RequestState) -> bool:
@@ -422,7 +454,7 @@ class SchedulerLoads:
         state.cached_match = None
         state.promotion_tried = True
         deadline = now + budget + PROMOTION_GRACE_SECONDS
-        state.pending_promotion = PendingPromotion(
+        promotion = PendingPromotion(
             promotion_id,
             prefix.first_chunk,
             prefix.keys,
@@ -431,6 +463,10 @@ class SchedulerLoads:
             computed_tokens=prefix.computed_tokens if prefix.parts else 0,
             end_tokens=prefix.end_tokens if prefix.parts else 0,
         )
+        if prefix.lookup_key:
+            promotion.lookup_deadline = now + prefix.lookup_seconds + PROMOTION_GRACE_SECONDS
+            promotion.lookup_key = prefix.lookup_key
+        state.pending_promotion = promotion
         self._pending[promotion_id] = state
         return True
 
@@ -468,6 +504,7 @@ class SchedulerLoads:
             beta=prefill.beta,
             waited_seconds=waited_seconds if cost else 0.0,
             whole=whole,
+            look_up=prefix.look_up,
         )
 
     def on_promoted(self, message: Promoted) -> None:
@@ -488,7 +525,8 @@ class SchedulerLoads:
         if promotion is None:
             return
         self._pending.pop(promotion.promotion_id, None)
-        self._session.send(Cancel(promotion=promotion.promotion_id))
+        if promotion.usable_keys != 0:
+            self._session.send(Cancel(promotion=promotion.promotion_id))
 
     # Loads.
 

@@ -102,7 +102,7 @@ def _content(path: Path) -> bytes:
 
 def bypass_cache(descriptor: int) -> bool:
     """Turns on direct I/O if the file is on NFS."""
-    if not _is_nfs(os.fstat(descriptor).st_dev):
+    if not is_nfs(os.fstat(descriptor).st_dev):
         return False
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     try:
@@ -113,7 +113,8 @@ def bypass_cache(descriptor: int) -> bool:
 
 
 @functools.lru_cache(maxsize=64)
-def _is_nfs(device: int) -> bool:
+def is_nfs(device: int) -> bool:
+    """Whether this device (``st_dev``) is an NFS mount of this process."""
     device_id = f"{os.major(device)}:{os.minor(device)}"
     try:
         lines = Path("/proc/self/mountinfo").read_text().splitlines()

@@ -52,6 +52,7 @@ from kvtier.tiers.filesystem.announcement_log import AnnouncementLog
 from kvtier.tiers.filesystem.announcements import Announcements
 from kvtier.tiers.filesystem.directory import TierDirectory
 from kvtier.tiers.filesystem.format import HEADER_BYTES
+from kvtier.tiers.filesystem.free_space import FreeSpace
 from kvtier.tiers.filesystem.index import MAX_INDEXED_OBJECTS, Index
 from kvtier.tiers.filesystem.io import GONE
 from kvtier.tiers.filesystem.layout import DIRECTORY_BYTES, IDENTITY, Modes, make_directory
@@ -112,6 +113,7 @@ class FileSystemTier(Tier):
         self._unusable = UnusableObjects(clock)
         self._described: set[str] = set()
         self._described_at = clock()
+        self._free_space = FreeSpace(self._root, lambda: self._limits, clock)
         self._directory = TierDirectory(
             self._root,
             self._modes,
@@ -122,6 +124,7 @@ class FileSystemTier(Tier):
             in_use=lambda: self._described,
             clock=clock,
             announcements=Announcements(self.capabilities.shared, clock),
+            free_space=self._free_space,
         )
         self._announcements = self._directory.announcements
         self.maintenance = DirectoryMaintenance(self._directory)
@@ -202,6 +205,12 @@ class FileSystemTier(Tier):
         """Whether files are read and written with direct I/O."""
         return self._files.direct
 
+    @property
+    def asks_on_miss(self) -> bool:
+        """Whether other processes use the directory: what they have just stored, or could not
+        announce, is not indexed."""
+        return self.capabilities.shared and self._announcements.role.count > 1
+
     def contains(self, ref: ObjectRef) -> bool:
         """Whether the object is indexed, and not known to be unusable."""
         return self._index.contains(ref.namespace, ref.key) and ref not in self._unusable
@@ -233,14 +242,20 @@ class FileSystemTier(Tier):
 
     def probe(self, ref: ObjectRef) -> bool:
         """Looks up an object that another process may have stored."""
+        path = self._path(ref)
         try:
-            status = os.stat(self._path(ref))
-        except FileNotFoundError:
-            return False
+            status = os.stat(path)
         except OSError as error:
-            if self._is_gone(error):
-                return False
-            raise io.tier_error(error, self._path(ref)) from error
+            if not self._is_gone(error):
+                raise io.tier_error(error, path) from error
+            try:
+                if not self._files.revalidate(path):
+                    return False
+                status = os.stat(path)
+            except OSError as again:
+                if again.errno in GONE:
+                    return False
+                raise io.tier_error(again, path) from again
         if status.st_size <= HEADER_BYTES:
             return False
         if self._index.add(ref.namespace, ref.key, status.st_size):
@@ -251,7 +266,7 @@ class FileSystemTier(Tier):
         """Reads and verifies the object; see the base class."""
         path, generation = self._path(ref), self._unusable.generation
         try:
-            meta, modified = self._files.read(path, ref, into)
+            meta, modified = self._read_file(path, ref, into)
         except TierCorruptError:
             self._discard(ref, path)
             raise
@@ -270,6 +285,15 @@ class FileSystemTier(Tier):
                 os.utime(path)
         previous = self._index.previous(ref.namespace, ref.key)
         return replace(meta, previous=previous) if previous else meta
+
+    def _read_file(self, path: str, ref: ObjectRef, into: memoryview) -> tuple[ObjectMeta, float]:
+        try:
+            return self._files.read(path, ref, into)
+        except OSError as error:
+            # An announced object, which a cache may know as missing since an earlier lookup.
+            if error.errno not in GONE or not self._files.revalidate(path):
+                raise
+        return self._files.read(path, ref, into)
 
     def _read_error(self, ref: ObjectRef, path: str, error: OSError) -> TierError:
         # Opening a directory for direct I/O is EINVAL, a link ELOOP: neither is an object.
@@ -345,6 +369,10 @@ class FileSystemTier(Tier):
         """Calls ``write`` with a temporary path for a file of ``size_bytes``, and renames it to
         ``path``. Raises ``TierError`` and ``OSError``; then ``path`` is unchanged.
         """
+        with self._free_space.admit(size_bytes):
+            self._publish_admitted(path, size_bytes, write)
+
+    def _publish_admitted(self, path: str, size_bytes: int, write: Callable[[str], None]) -> None:
         allocation = self.maintenance.acquire_bytes(size_bytes)
         temporary = self.maintenance.writer.new_working_path()
         used = size_bytes
