@@ -27,9 +27,10 @@ from kvtier.engines.common.request_state import RequestState
 from kvtier.engines.common.scheduler_stores import NULL_BLOCK, BlockPool, SchedulerStores
 from kvtier.engines.common.tierd_session import TierdSession
 from kvtier.engines.vllm.cost_estimates import PrefillEstimator, StepTokens
+from kvtier.engines.vllm.load_records import LoadCounts
 from kvtier.engines.vllm.metadata import StepMetadata, WorkerReport
 from kvtier.engines.vllm.metrics import KVTierStats
-from kvtier.engines.vllm.scheduler_loads import LoadCounts, SchedulerLoads
+from kvtier.engines.vllm.scheduler_loads import SchedulerLoads
 from kvtier.engines.vllm.weights_state import WeightsState
 from kvtier.planner import GroupKind, Planner
 from kvtier.tierd.wire import Heartbeat, Promoted

@@ -23,21 +23,27 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import count
 
 from kvtier.config.models import Selection
 from kvtier.engines.common.jobs import BlockRun, LoadJob, LoadResult
 from kvtier.engines.common.request_state import CachedMatch, PendingPromotion, RequestState
-from kvtier.engines.common.scheduler_stores import NULL_BLOCK
 from kvtier.engines.common.tierd_session import TierdSession
 from kvtier.engines.vllm.cost_estimates import CopyEstimator, PrefillEstimator
+from kvtier.engines.vllm.load_records import (
+    ActiveLoad,
+    LoadCounts,
+    LoadPrefix,
+    have_blocks,
+    source_tier,
+)
 from kvtier.engines.vllm.miss_lookups import MissLookups
 from kvtier.planner import Part, Planner
 from kvtier.store.cost_model import Prefill
 from kvtier.store.generations import unpack_location
 from kvtier.store.selection import LOSS_SHARE, choose_prefix
-from kvtier.store.types import MEMORY_BIT, RAM_BITS
+from kvtier.store.types import MEMORY_BIT
 from kvtier.tierd.wire import Cancel, Load, LoadReleased, Promote, Promoted
 
 MAX_PENDING_PROMOTIONS = 32
@@ -59,69 +65,6 @@ VERIFY_TIMEOUT_SECONDS = 5
 PINNED_SECONDS = 30.0
 """A request that is not admitted releases its promoted slots after this time; tierd reclaims them
 after 60 s."""
-
-
-@dataclass(slots=True)
-class ActiveLoad:
-    """A load in flight.
-
-    ``chunk_tokens[i]``: tokens that key i covers. ``source_tiers``: where the keys were before they
-    were promoted; empty if nothing was. ``keys_loaded`` and ``failure`` come from the workers'
-    reports. ``epoch``: of the session that was told of the load. ``expires_at``: when the workers
-    have reported, unless something is wrong. ``end_chunk``: the first chunk that is not loaded. A
-    rank may report before its copies have ended, so there are two counts of ranks.
-    """
-
-    load_id: int
-    state: RequestState
-    first_chunk: int
-    end_chunk: int
-    chunk_tokens: tuple[int, ...]
-    source_tiers: tuple[int, ...]
-    ranks_unreported: int
-    ranks_copying: int
-    keys_loaded: int
-    epoch: int
-    expires_at: float
-    failure: str = ""
-    seconds: float = 0.0
-    copy_seconds: float = 0.0
-    """Both are of the slowest rank."""
-
-    def tier(self, index: int) -> int:
-        """The tier that key ``index`` came from."""
-        return self.source_tiers[index] if index < len(self.source_tiers) else 0
-
-
-@dataclass(slots=True)
-class LoadCounts:
-    """Counts for vLLM's statistics since they were last collected."""
-
-    offered_tokens: int = 0
-    loaded_tokens: Counter[str] = field(default_factory=Counter)
-    failures: Counter[str] = field(default_factory=Counter)
-    promotions: Counter[str] = field(default_factory=Counter)
-    load_seconds: list[float] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class _LoadPrefix:
-    """What to promote, for a request whose first ``computed_tokens`` tokens are in GPU memory.
-
-    ``timeout_seconds``: of the tiers that hold it. ``parts``: of a prefix that is usable as a whole
-    only, else empty. ``look_up``: the replica does not have the last keys. ``lookup_seconds`` and
-    ``lookup_key``: if the request waits for a lookup only, for how long, and the first such key.
-    """
-
-    computed_tokens: int
-    first_chunk: int
-    keys: int
-    end_tokens: int
-    timeout_seconds: float
-    parts: tuple[Part, ...] = ()
-    look_up: bool = False
-    lookup_seconds: float = 0.0
-    lookup_key: bytes = b""
 
 
 class SchedulerLoads:
@@ -333,7 +276,7 @@ class SchedulerLoads:
         tiers: Iterable[int] = self._lookups.tiers(bits, unknown)
         keys = len(bits) + unknown
         if not unknown:
-            sources = [_source(each) for each in bits]
+            sources = [source_tier(each) for each in bits]
             weights = [session.tier(index).load_weight for index in range(max(sources) + 1)]
             tokens = [planner.chunk_tokens] * len(bits)
             tokens[0] -= computed_tokens - planner.tokens(first)
@@ -344,7 +287,7 @@ class SchedulerLoads:
                 return False
             tiers, keys = chosen.tiers, chosen.keys
         end_tokens = planner.tokens(first + keys)
-        prefix = _LoadPrefix(
+        prefix = LoadPrefix(
             computed_tokens,
             first,
             keys,
@@ -395,8 +338,8 @@ class SchedulerLoads:
         if not parts or tokens < max(1, session.live.min_load_tokens, len(parts)):
             return False
         bits = [self._usable_bits(state, part.group, part.chunk) for part in parts]
-        timeout = self._tier_timeout({_source(each) for each in bits})
-        prefix = _LoadPrefix(
+        timeout = self._tier_timeout({source_tier(each) for each in bits})
+        prefix = LoadPrefix(
             computed_tokens, planner.chunks(computed_tokens), len(parts), end_tokens, timeout, parts
         )
         return self._request_promotion(state, prefix, now)
@@ -424,7 +367,7 @@ class SchedulerLoads:
                 anywhere,
                 lambda group, chunk, least=weight: (
                     (bits := self._usable_bits(state, group, chunk))
-                    and weights[_source(bits)] >= least
+                    and weights[source_tier(bits)] >= least
                 ),
             )
             score = (planner.tokens(found) - computed_tokens) * weight if found else 0
@@ -432,7 +375,7 @@ class SchedulerLoads:
                 best, best_score = found, score
         return best
 
-    def _request_promotion(self, state: RequestState, prefix: _LoadPrefix, now: float) -> bool:
+    def _request_promotion(self, state: RequestState, prefix: LoadPrefix, now: float) -> bool:
         """Asks tierd to promote ``prefix``; returns whether the request has to wait."""
         session = self._session
         timeout = prefix.timeout_seconds
@@ -474,7 +417,7 @@ class SchedulerLoads:
         self,
         promotion_id: int,
         state: RequestState,
-        prefix: _LoadPrefix,
+        prefix: LoadPrefix,
         budget_seconds: float,
         waited_seconds: float,
     ) -> Promote:
@@ -562,7 +505,7 @@ class SchedulerLoads:
         if sizes:
             timeout += sum(sizes[part.group] for part in parts) / MIN_COPY_BYTES_PER_SECOND
         slots, generations = [], []
-        if _have_blocks(runs, parts):
+        if have_blocks(runs, parts):
             for location in self._locations(state, promotion, parts, end_tokens):
                 slot, generation = unpack_location(location)
                 slots.append(slot)
@@ -757,16 +700,3 @@ class SchedulerLoads:
     def in_flight(self) -> int:
         """Loads that some rank has not reported."""
         return len(self._active)
-
-
-def _source(bits: int) -> int:
-    """The tier that an object in the tiers ``bits`` is taken from."""
-    return 0 if bits & RAM_BITS else (bits & -bits).bit_length() - 1
-
-
-def _have_blocks(runs: Sequence[BlockRun], parts: Sequence[Part]) -> bool:
-    """Whether vLLM has allocated every block that is to be filled."""
-    return all(
-        len(run.blocks) == part.blocks and NULL_BLOCK not in run.blocks
-        for run, part in zip(runs, parts, strict=True)
-    )
