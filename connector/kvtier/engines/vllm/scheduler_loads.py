@@ -362,14 +362,13 @@ class SchedulerLoads:
         if not in_ram:
             best_score = 0
         for weight in sorted(set(weights.values()), reverse=True):
-            found = planner.longest_prefix(
-                computed_tokens,
-                anywhere,
-                lambda group, chunk, least=weight: (
-                    (bits := self._usable_bits(state, group, chunk))
-                    and weights[source_tier(bits)] >= least
-                ),
-            )
+            tiers = frozenset(tier for tier in weights if weights[tier] >= weight)
+
+            def has(group: int, chunk: int, tiers: frozenset[int] = tiers) -> bool:
+                bits = self._usable_bits(state, group, chunk)
+                return bool(bits) and source_tier(bits) in tiers
+
+            found = planner.longest_prefix(computed_tokens, anywhere, has)
             score = (planner.tokens(found) - computed_tokens) * weight if found else 0
             if score > best_score:
                 best, best_score = found, score
