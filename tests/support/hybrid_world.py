@@ -357,9 +357,7 @@ class SimulatedTierd:
     def evict(self, announce: bool) -> None:
         """Evicts one object that nothing pins, and writes over it. ``announce``: the scheduler side
         is told before, else afterwards."""
-        pinned = {slot for slots in (*self.pins.values(), *self.promoted.values()) for slot in slots}
-        if not announce:
-            pinned = set()
+        pinned = self._pinned() if announce else set()
         keys = [key for key, slot in self.ram.items() if slot not in pinned]
         if not keys or not self.attached:
             return
@@ -373,6 +371,10 @@ class SimulatedTierd:
         self._delta(removed=((key, RAM),))
         self._release(slot)
         self.grant()
+
+    def _pinned(self) -> set[int]:
+        """Slots that a load or a promotion names."""
+        return {each for table in (self.pins, self.promoted) for slots in table.values() for each in slots}
 
     def lose_file(self) -> None:
         """An object of the second tier vanishes without a word."""
@@ -391,7 +393,7 @@ class SimulatedTierd:
             slot = self.ram.get(key)
             tiers.append(0 if slot is not None else 1)
             if slot is None:
-                slot = self._read(key, group)
+                slot = self._read(key, group, slots)
             if slot is None or self.random.random() < 0.02:
                 break
             slots.append(slot)
@@ -407,18 +409,19 @@ class SimulatedTierd:
             )
         )
 
-    def _read(self, key: bytes, group: int) -> int | None:
-        """Reads an object into a slot that was evicted for it."""
+    def _read(self, key: bytes, group: int, keep: list[int]) -> int | None:
+        """Reads an object into a free slot, or into one that is evicted for it. ``keep``: slots of
+        the promotion so far."""
         data = self.disk.get(key)
         if data is None:
             return None
         free = self._free.get(group)
-        if not free:
-            pinned = {each for slots in (*self.pins.values(), *self.promoted.values()) for each in slots}
+        if free:
+            slot = free.pop()
+        else:
+            pinned = self._pinned() | set(keep)
             victims = [
-                each
-                for each, slot in self.ram.items()
-                if each[0] == group and slot not in pinned
+                each for each, slot in self.ram.items() if each[0] == group and slot not in pinned
             ]
             if not victims:
                 return None
@@ -426,8 +429,6 @@ class SimulatedTierd:
             slot = self.ram.pop(victim)
             self.words[slot // 4096] += 1
             self._delta(removed=((victim, RAM),))
-        else:
-            slot = free.pop()
         self.pool[slot : slot + len(data)] = np.frombuffer(data, dtype=np.uint8)
         self.words[slot // 4096] += 1
         self.ram[key] = slot
