@@ -6,7 +6,6 @@ each step that reads it: no wrong byte, no forgotten request, no leaked block, w
 
 from __future__ import annotations
 
-import functools
 import logging
 from pathlib import Path
 from random import Random
@@ -130,5 +129,3 @@ def test_random_schedules_read_no_wrong_byte_and_forget_and_leak_nothing(
             raise AssertionError(f"schedule {seed}: {type(error).__name__}: {error}") from error
         loaded += sum(world.kvtier.loads.loaded_tokens.values())
     assert loaded > 10 * CHUNK
-
-
