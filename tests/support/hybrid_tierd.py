@@ -20,6 +20,7 @@ from kvtier.tierd.wire import (
     Load,
     LoadReleased,
     Message,
+    Prefetch,
     Promote,
     Promoted,
     Ready,
@@ -100,7 +101,8 @@ class SimulatedTierd:
         elif isinstance(message, LoadReleased):
             self.pins.pop(message.load, None)
         else:
-            assert isinstance(message, EvictionAck), message
+            # What a prefetch brings would only be in RAM earlier.
+            assert isinstance(message, EvictionAck | Prefetch), message
         return True
 
     def acknowledge(self, rank: int, reservation: int, delivered: bool) -> None:

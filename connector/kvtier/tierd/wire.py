@@ -146,8 +146,17 @@ class Promote(Message, frozen=True, kw_only=True):
     look_up: bool = False
 
 
+class Prefetch(Message, frozen=True, kw_only=True):
+    """Scheduler: a request waits in the engine's queue; bring the prefix of ``keys`` into RAM as
+    far as that costs nothing else. No answer. ``Cancel`` with the same number ends it.
+    """
+
+    promotion: int
+    keys: tuple[tuple[int, bytes], ...]
+
+
 class Cancel(Message, frozen=True, kw_only=True):
-    """Scheduler: no request waits for this promotion."""
+    """Scheduler: no request waits for this promotion, or a prefetch has ended."""
 
     promotion: int
 
@@ -304,6 +313,7 @@ FromEngine = (
     | Deliver
     | Abort
     | Promote
+    | Prefetch
     | Cancel
     | Load
     | LoadReleased

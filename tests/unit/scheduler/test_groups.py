@@ -28,7 +28,7 @@ from kvtier.engines.vllm.metadata import StepMetadata
 from kvtier.engines.vllm.scheduler import KVTierConnectorScheduler
 from kvtier.planner import GroupKind, KVCacheGroup, Planner
 from kvtier.store.generations import pack_location
-from kvtier.tierd.wire import Cancel, Credits, Load, Promote, Promoted, Ready, Reserve
+from kvtier.tierd.wire import Cancel, Credits, Load, Prefetch, Promote, Promoted, Ready, Reserve
 
 FULL, WINDOW, STATE = 0, 1, 2
 GROUPS = (
@@ -368,3 +368,15 @@ def test_with_weights_a_shorter_prefix_in_ram_may_be_better_than_a_longer_one_in
     testbed.hold_groups(request, {FULL: range(2), WINDOW: (1,), STATE: (1,)}, RAM | DISK)
     assert testbed.ask(request) == 2 * CHUNK
     assert testbed.client.take(Promote) == []
+
+
+def test_what_a_waiting_request_needs_is_prefetched_by_group(testbed: GroupsTestbed) -> None:
+    request = testbed.request(4 * CHUNK + 5)
+    held = {FULL: range(4), WINDOW: range(4), STATE: (0, 2)}
+    testbed.hold_groups(request, held, DISK)
+    testbed.scheduler.on_new_request(request)  # type: ignore[arg-type]
+    testbed.compute(testbed.request(5, "other", seed=9), 0, ([], [], []))
+    (prefetch,) = testbed.client.take(Prefetch)
+    hashes = [key[1:] for key in request.keys(0, 3)]
+    wanted = [*((FULL, each) for each in hashes), (WINDOW, hashes[2]), (STATE, hashes[2])]
+    assert list(prefetch.keys) == wanted
