@@ -19,7 +19,7 @@ import msgspec
 
 from kvtier import __version__
 
-PROTOCOL = f"{__version__}/10"
+PROTOCOL = f"{__version__}/11"
 SOCKET_NAME = "tierd.sock"
 POOL_NAME = "pool"
 GENERATIONS_NAME = "generations"
