@@ -260,7 +260,7 @@ def main() -> None:
             "found, p99 ms",
             "found",
             "lost",
-        ],  # fmt: skip
+        ],
         rows,
         per_node[0] / per_node[-1] if per_node[-1] else 0.0,
         "calls per node and second with the fewest nodes / with the most",
