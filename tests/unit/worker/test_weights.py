@@ -213,7 +213,7 @@ def test_a_tensor_that_cannot_be_read_is_reported_and_does_not_raise(
     def broken(_: object) -> Any:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(tensor_digests, "_storage_bytes", broken)
+    monkeypatch.setattr(tensor_digests, "is_dense", broken)
     assert "out of memory" in _take(_Model()).reason
 
 

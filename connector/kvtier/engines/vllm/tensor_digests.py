@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from blake3 import blake3
 
-from kvtier.engines.vllm.word_sums import CHUNK_BYTES, WordSums
+from kvtier.engines.vllm.word_sums import CHUNK_BYTES, WordSums, dense_bytes, is_dense
 
 DIGEST_DIGITS = 32
 _sums: dict[torch.device, WordSums] = {}
@@ -22,11 +22,13 @@ _streams: dict[torch.device, Any] = {}
 
 @dataclass(slots=True)
 class _Part:
-    """One plain tensor of a parameter. ``first``: its first chunk among those of its device."""
+    """One plain, dense tensor of a parameter. ``first``: its first chunk among those of its
+    device."""
 
     name: str
     header: bytes
     data: torch.Tensor
+    nbytes: int
     first: int
 
 
@@ -49,13 +51,15 @@ class TensorDigests:
         """Adds a tensor. One without elements or without data has no digest."""
         if tensor.device.type == "meta" or not tensor.numel():
             return
-        for leaf_name, leaf in _leaves("", tensor.detach()):
-            header = f"{leaf_name}\0{leaf.dtype}\0{tuple(leaf.shape)}\0{tuple(leaf.stride())}\0"
-            data = _storage_bytes(leaf)
-            device, first = data.device, self._chunks.get(data.device, 0)
-            self._parts.append(_Part(name, header.encode(), data, first))
-            self._chunks[device] = first + -(-data.numel() // CHUNK_BYTES)
-            self.hashed_bytes += data.numel()
+        for leaf_name, leaf in _leaves("", tensor):
+            header = f"{leaf_name}\0{leaf.dtype}\0{tuple(leaf.shape)}\0{leaf.stride()}\0"
+            # Without gaps: a copy then.
+            data = leaf if is_dense(leaf) else leaf.detach().contiguous()
+            device, nbytes = data.device, data.nbytes
+            first = self._chunks.get(device, 0)
+            self._parts.append(_Part(name, header.encode(), data, nbytes, first))
+            self._chunks[device] = first + -(-nbytes // CHUNK_BYTES)
+            self.hashed_bytes += nbytes
 
     def start(self) -> None:
         """Launches what a device computes, behind what this thread has launched before."""
@@ -93,15 +97,16 @@ class TensorDigests:
         for event in self._events:
             event.synchronize()
         digests: dict[str, blake3] = {}
+        sums = {device: each.numpy() for device, each in self._results.items()}
         for part in self._parts:
             digest = digests.setdefault(part.name, blake3())
             digest.update(part.header)
-            result = self._results.get(part.data.device)
+            result = sums.get(part.data.device)
             if result is None:
-                digest.update(part.data.numpy())
+                digest.update(dense_bytes(part.data.detach()).numpy())
             else:
-                chunks = -(-part.data.numel() // CHUNK_BYTES)
-                digest.update(result[part.first : part.first + chunks].numpy().tobytes())
+                chunks = -(-part.nbytes // CHUNK_BYTES)
+                digest.update(result[part.first : part.first + chunks])
         self._parts, self._scratch = [], []
         return {name: digest.hexdigest()[:DIGEST_DIGITS] for name, digest in digests.items()}
 
@@ -112,10 +117,18 @@ def _sums_of(device: torch.device) -> WordSums:
     return _sums[device]
 
 
+_plain_types: set[type] = set()
+"""Classes of tensors that are nothing but a tensor."""
+
+
 def _leaves(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the plain tensors in a tensor subclass or in a shared weight."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+    kind = type(tensor)
+    if kind in _plain_types:
+        yield name, tensor
+        return
     partitions = getattr(tensor, "partitions", None)
     if isinstance(partitions, dict) and partitions:
         for key, each in partitions.items():
@@ -124,13 +137,6 @@ def _leaves(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor
         for attribute in tensor.__tensor_flatten__()[0]:
             yield from _leaves(f"{name}.{attribute}", getattr(tensor, attribute))
     else:
+        if kind in (torch.Tensor, torch.nn.Parameter):
+            _plain_types.add(kind)
         yield name, tensor
-
-
-def _storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the bytes in storage order as a vector: a view, or a copy of a tensor with gaps."""
-    order = sorted(range(tensor.dim()), key=lambda each: (-tensor.stride(each), each))
-    dense = tensor.permute(order) if tensor.dim() else tensor
-    if not dense.is_contiguous():
-        dense = tensor.contiguous()
-    return dense.reshape(-1).view(torch.uint8)

@@ -309,8 +309,9 @@ class _ModelDigests:
 
     def _add_module(self, module: torch.nn.Module, where: str) -> None:
         present: set[str] = set()
-        registered = [*_own_parameters(module), *module.named_buffers(recurse=False)]
-        for name, tensor in registered:
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is None:
+                continue
             if tensor.device.type == "meta":
                 self.missing.append(f"{where}{name} (not loaded)")
             elif tensor.numel():

@@ -40,21 +40,28 @@ class WordSums:
         """Of a whole chunk, int64 [2, CHUNK_WORDS], for torch's own operations."""
         self._kernel = _kernel() if device.type == "cuda" else None
 
-    def __call__(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Returns int64 [chunks, 2] on the device, the chunks of ``parts`` one after another.
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Returns int64 [chunks, 2] on the device, the chunks of ``tensors`` one after another.
 
-        ``parts``: uint8 [n] each, contiguous, on the device; they must stay alive until the sums
-        are computed. Does not synchronize.
+        ``tensors``: of any type, dense (``is_dense``), on the device. Their bytes count in the
+        order in which they lie in memory. They must stay alive until the sums are computed. Does
+        not synchronize.
         """
-        words = [_whole_words(part) for part in parts]
         if self._kernel is None:
-            sums = [self._with_torch(each) for each in words]
+            sums = [self._with_torch(_words(each)) for each in tensors]
             return torch.cat(sums) if sums else torch.empty(0, 2, dtype=torch.int64)
-        return self._with_kernel(words, self._kernel)
+        return self._with_kernel(tensors, self._kernel)
 
-    def _with_kernel(self, words: Sequence[torch.Tensor], kernel: Any) -> torch.Tensor:
-        counts = np.fromiter((each.numel() for each in words), np.int64, len(words))
-        addresses = np.fromiter((each.data_ptr() for each in words), np.int64, len(words))
+    def _with_kernel(self, tensors: Sequence[torch.Tensor], kernel: Any) -> torch.Tensor:
+        # No operation of torch for each tensor: there are hundreds, and requests wait.
+        sizes = np.fromiter((each.nbytes for each in tensors), np.int64, len(tensors))
+        addresses = np.fromiter((each.data_ptr() for each in tensors), np.int64, len(tensors))
+        padded = []
+        for index in np.flatnonzero((sizes | addresses) & 3).tolist():
+            words = _words(tensors[index])
+            padded.append(words)
+            sizes[index], addresses[index] = words.nbytes, words.data_ptr()
+        counts = sizes >> 2
         chunks = -(-counts // CHUNK_WORDS)
         total = int(chunks.sum())
         # One row per chunk: the address of its first word, and how many words it has.
@@ -66,7 +73,8 @@ class WordSums:
         if total:
             rows = torch.from_numpy(table).to(self.device)
             kernel(rows, self._lanes, sums, MULTIPLIERS, STEPS)
-        # Words that were copied to fill them up must outlive the kernel: it runs on this stream.
+        # What was padded may be freed now: its memory is used again behind the kernel only, in the
+        # order of this stream.
         return sums
 
     def _with_torch(self, words: torch.Tensor) -> torch.Tensor:
@@ -87,8 +95,28 @@ class WordSums:
         return sums
 
 
-def _whole_words(part: torch.Tensor) -> torch.Tensor:
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Returns whether the elements fill a range of memory, in any order of the dimensions."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def dense_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the bytes of a dense tensor in the order of memory, as a view: uint8 [n]."""
+    order = sorted(range(tensor.dim()), key=lambda each: (-tensor.stride(each), each))
+    dense = tensor.permute(order) if tensor.dim() else tensor
+    return dense.reshape(-1).view(torch.uint8)
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the bytes as int32 words: a view, or a copy filled up with zeros."""
+    part = dense_bytes(tensor)
     if part.numel() % 4 or part.data_ptr() % 4:
         size = -(-part.numel() // 4) * 4
         padded = torch.zeros(size, dtype=torch.uint8, device=part.device)
