@@ -67,6 +67,9 @@ class LiveTier(Document):
     low_watermark_percent: Annotated[int, Field(ge=1, le=99)] = 75
     retention_seconds: Annotated[int, Field(ge=0, le=315_360_000)] = 604_800
     sync_data: bool = False
+    min_free_bytes: Annotated[int, Field(ge=0, le=MAX_BYTES)] = 0
+    min_free_percent: Annotated[int, Field(ge=0, le=99)] = 0
+    """What stays free on the file system of a fileSystem tier: the larger of both."""
 
 
 class BreakerSettings(Document):

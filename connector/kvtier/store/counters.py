@@ -17,8 +17,8 @@ MESSAGES = (
     "Identify", "LoadReleased", "Promote", "Reserve", "Resync",
 )  # fmt: skip
 """What an engine sends (``tierd/wire.py``)."""
-TIER_ERRORS = ("corrupt", "error", "key_missing", "no_space", "unavailable", "unexpected",
-               "unverifiable", "vanished")  # fmt: skip
+TIER_ERRORS = ("corrupt", "error", "key_missing", "min_free", "no_space", "unavailable",
+               "unexpected", "unverifiable", "vanished")  # fmt: skip
 """``TierError.reason`` of each class, and ``unexpected`` for any other exception."""
 READ_ERRORS = (*TIER_ERRORS, "no_key", "other_version", "unkeyed", "unknown_key", "wrong_tag")
 """With the reasons of objects that a read finds and cannot use."""

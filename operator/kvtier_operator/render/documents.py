@@ -220,6 +220,8 @@ def _live_tier(tier: TierSpec) -> LiveTier:
             "low_watermark_percent": files.low_watermark_percent,
             "retention_seconds": files.retention_seconds,
             "sync_data": files.sync is Sync.DATA,
+            "min_free_bytes": files.effective_min_free.size_bytes,
+            "min_free_percent": files.effective_min_free.percent or 0,
         }
     elif tier.lmcache is not None and tier.lmcache.capacity is not None:
         common["capacity_bytes"] = tier.lmcache.capacity.size_bytes

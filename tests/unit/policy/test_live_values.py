@@ -62,6 +62,8 @@ class TestMerging:
                         "lowWatermarkPercent": 50,
                         "retentionSeconds": 0,
                         "syncData": True,
+                        "minFreeBytes": 11,
+                        "minFreePercent": 12,
                     }
                 },
             }
@@ -81,6 +83,8 @@ class TestMerging:
             "low_watermark_percent": 50,
             "retention_seconds": 0,
             "sync_data": True,
+            "min_free_bytes": 11,
+            "min_free_percent": 12,
         }
         assert after.tiers["shared"] == BEFORE.tiers["shared"]
 
