@@ -353,7 +353,7 @@ class FileSystemTier(Tier):
             before = os.lstat(path).st_size
         self._publish(path, size_bytes, write)
         if before:
-            self.maintenance.record_removal(ref.namespace, path, before, generation)
+            self.maintenance.record_removal(before, generation)
 
     def _write_error(self, error: OSError) -> TierError:
         mapped = io.tier_error(error, str(self._root))
@@ -448,7 +448,7 @@ class FileSystemTier(Tier):
             if not self._is_gone(error):
                 raise io.tier_error(error, path) from error
         else:
-            self.maintenance.record_removal(ref.namespace, path, size, generation)
+            self.maintenance.record_removal(size, generation)
             self._announcements.removed(ref.namespace, ref.key)
         self._drop(ref)
 
