@@ -136,11 +136,11 @@ def run_node(node: int, root: Path, chosen: argparse.Namespace, results: Path) -
                 "stored": stored,
                 "found": {key.hex(): at for key, at in found.items()},
                 "leads": tier.maintenance.janitor is not None,
-                "lost": sum(
-                    count
-                    for (name, _), count in tier.counts().items()
+                "lost": {
+                    reason: count
+                    for (name, reason), count in tier.counts().items()
                     if name == "tier_announcements_lost"
-                ),
+                },
             }
         )
     )
@@ -241,7 +241,7 @@ def main() -> None:
                 f"{1e3 * statistics.median(delays):.0f}" if delays else "-",
                 f"{1e3 * delays[int(0.99 * len(delays))]:.0f}" if delays else "-",
                 f"{len(delays)}/{result['wanted']}",
-                sum(node["lost"] for node in nodes),
+                sum((Counter(node["lost"]) for node in nodes), Counter()) or 0,
             ]
         )
     report(

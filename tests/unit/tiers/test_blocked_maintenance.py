@@ -109,7 +109,7 @@ def test_a_directory_that_is_being_recounted_grants_bytes(
     janitor = first.maintenance.janitor
     assert janitor is not None
     first.maintain()
-    assert 10 * 12_288 <= (janitor.ledger.charge_bytes or 0)
+    assert (janitor.ledger.charge_bytes or 0) >= 10 * 12_288
 
 
 def test_an_eviction_that_hangs_delays_no_grant_for_which_there_is_room(
