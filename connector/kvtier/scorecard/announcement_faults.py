@@ -26,6 +26,8 @@ from kvtier.tiers.filesystem.layout import ANNOUNCEMENTS, CONTROL
 
 MEANS = "files"
 CAPACITY_BYTES = 64 << 20
+READERS_CAPACITY_BYTES = 1 << 30
+"""A smaller directory has no room for the logs of so many."""
 NODES = 4
 READERS = 32
 START_SECONDS = 120.0
@@ -67,12 +69,13 @@ class AnnouncedNodes:
 
     def __init__(self, root: Path, home: Path, writers: int, readers: int) -> None:
         self.root = root
+        self.capacity_bytes = READERS_CAPACITY_BYTES if readers else CAPACITY_BYTES
         self.count = writers + readers
         self._control = home
         home.mkdir(parents=True)
         root.mkdir(parents=True)
         command = [sys.executable, "-m", "kvtier.harness.announced_nodes", str(root), str(home)]
-        numbers = (CAPACITY_BYTES, writers, readers, STORE_SECONDS)
+        numbers = (self.capacity_bytes, writers, readers, STORE_SECONDS)
         self._log = home / "log"
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -94,7 +97,7 @@ class AnnouncedNodes:
         return False
 
     def stop_storing(self) -> None:
-        """No node stores any more."""
+        """Ends the stores of all nodes."""
         (self._control / "stop").touch()
 
     def end(self) -> tuple[dict[int, NodeStatus], str]:
@@ -139,7 +142,7 @@ def run(name: str, root: Path, home: Path, seconds: float) -> Measurements:
                     damaged += 1
                 except OSError:
                     continue  # it is gone, or is being replaced
-            over = directory_bytes(root) - CAPACITY_BYTES
+            over = directory_bytes(root) - nodes.capacity_bytes
             measurements.over_budget_bytes = max(measurements.over_budget_bytes, over)
             time.sleep(DAMAGE_SECONDS)
         nodes.stop_storing()
