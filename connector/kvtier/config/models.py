@@ -85,6 +85,7 @@ class Live(Document):
     generation: Annotated[int, Field(ge=0, le=MAX_BYTES)] = 0
     selection: Selection = Selection.COST
     min_load_tokens: Annotated[int, Field(ge=0, le=10_000_000)] = 512
+    min_store_tokens: Annotated[int, Field(ge=0, le=10_000_000)] = 0
     breaker: BreakerSettings = BreakerSettings()
     tiers: dict[str, LiveTier]
 

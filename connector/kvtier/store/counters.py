@@ -97,6 +97,9 @@ COUNTERS: dict[str, CounterLabels] = {
     "tier_writes_postponed": _tier(
         "Objects that wait in RAM to be written, by reason.", "too_many_pending", "write_budget"
     ),
+    "tier_writes_skipped": _tier(
+        "Objects that the store policy did not admit to a tier, by reason.", "not_reused"
+    ),
     # Promotions.
     "promotion_leases_expired": _global("Promotions whose result was not used in time."),
     "promotions": _global("Promotions that began."),

@@ -81,7 +81,15 @@ class MemoryTier(Model):
         ),
     ]
     eviction_policy: Annotated[
-        EvictionPolicy, STRUCTURAL, Field(description="Which object is evicted first.")
+        EvictionPolicy,
+        STRUCTURAL,
+        Field(
+            description=(
+                "Which object is evicted first. LRU: the end of the least recently used prefix, "
+                "with an eighth of the room kept for prefixes that were used again. ARC: learns "
+                "how much room to keep for them."
+            )
+        ),
     ] = EvictionPolicy.LRU
     persistence: Annotated[
         Persistence,

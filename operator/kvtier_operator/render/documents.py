@@ -194,6 +194,7 @@ def live(policy: KVTierPolicy, generation: int = 0) -> Live:
         generation=generation,
         selection=spec.selection,
         min_load_tokens=spec.min_load_tokens,
+        min_store_tokens=spec.min_store_tokens,
         breaker=BreakerSettings(
             failure_threshold=spec.breaker.failure_threshold,
             period_seconds=spec.breaker.period_seconds,

@@ -48,6 +48,7 @@ class TestMerging:
                 "generation": 3,
                 "selection": "Weighted",
                 "minLoadTokens": 1,
+                "minStoreTokens": 2,
                 "breaker": {"failureThreshold": 2, "periodSeconds": 9},
                 "tiers": {
                     "nvme": {
@@ -70,6 +71,7 @@ class TestMerging:
         )
         assert refusals == {}
         assert (after.generation, after.selection, after.min_load_tokens) == (3, "Weighted", 1)
+        assert after.min_store_tokens == 2
         assert (after.breaker.failure_threshold, after.breaker.period_seconds) == (2, 9)
         assert after.tiers["nvme"].model_dump(mode="json") == {
             "load_weight": 7,

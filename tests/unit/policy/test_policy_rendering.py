@@ -40,6 +40,7 @@ class TestContentHash:
         "changes",
         [
             {"spec.minLoadTokens": 1024},
+            {"spec.minStoreTokens": 1024},
             {"spec.selection": "Weighted"},
             {"spec.tiers.1.loadWeight": 7},
             {"spec.tiers.1.lookupTimeoutMilliseconds": 7},
@@ -175,12 +176,14 @@ class TestTopology:
                 {
                     "spec.selection": "Weighted",
                     "spec.minLoadTokens": 0,
+                    "spec.minStoreTokens": 4096,
                     "spec.breaker": {"failureThreshold": 2, "periodSeconds": 3},
                     "spec.tiers.1.fileSystem.sync": "Data",
                 }
             )
         )
         assert (values.selection, values.min_load_tokens) == ("Weighted", 0)
+        assert values.min_store_tokens == 4096
         assert (values.breaker.failure_threshold, values.breaker.period_seconds) == (2, 3)
         assert values.tiers["nvme"].sync_data
 
