@@ -33,7 +33,7 @@ _LOOP_SECONDS = 0.01
 
 
 @dataclass(slots=True)
-class NodeStatus:
+class NodeCounts:
     """What one node reports. ``known``: objects that its index holds. ``lost``: announcements that
     it has lost or not accepted, by reason. ``delays``: seconds from the end of a store, by the
     file's time, until this node learned of the object."""
@@ -53,7 +53,7 @@ class AnnouncedNode:
     """One process of the directory."""
 
     def __init__(self, root: Path, capacity_bytes: int, number: int) -> None:
-        self.status = NodeStatus()
+        self.status = NodeCounts()
         self._number = number
         self._learned: deque[tuple[bytes, float]] = deque()
         self._into = buffer(PAYLOAD_BYTES)
@@ -130,13 +130,13 @@ def run_node(root: Path, control: Path, capacity_bytes: int, number: int, pause:
     node.tier.close()
 
 
-def read_status(control: Path) -> dict[int, NodeStatus]:
+def read_status(control: Path) -> dict[int, NodeCounts]:
     """The latest counts of each node."""
     found = {}
     for path in control.glob("node-*"):
         number = path.name.removeprefix("node-")
         if number.isdigit():
-            found[int(number)] = NodeStatus(**json.loads(path.read_text()))
+            found[int(number)] = NodeCounts(**json.loads(path.read_text()))
     return found
 
 

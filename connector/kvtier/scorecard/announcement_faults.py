@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from kvtier.harness.announced_nodes import NodeStatus, read_status
+from kvtier.harness.announced_nodes import NodeCounts, read_status
 from kvtier.harness.file_writers import directory_bytes
 from kvtier.harness.tierd_testbed import environment
 from kvtier.scorecard.testbed import Measurements
@@ -82,11 +82,11 @@ class AnnouncedNodes:
                 [*command, *map(str, numbers)], env=environment(), stdout=log, stderr=log
             )
 
-    def status(self) -> dict[int, NodeStatus]:
+    def status(self) -> dict[int, NodeCounts]:
         """The latest counts."""
         return read_status(self._control)
 
-    def wait(self, seconds: float, condition: Callable[[dict[int, NodeStatus]], bool]) -> bool:
+    def wait(self, seconds: float, condition: Callable[[dict[int, NodeCounts]], bool]) -> bool:
         """Waits until every node has reported and the condition holds for the reports."""
         end = time.monotonic() + seconds
         while time.monotonic() < end and self._process.poll() is None:
@@ -100,7 +100,7 @@ class AnnouncedNodes:
         """Ends the stores of all nodes."""
         (self._control / "stop").touch()
 
-    def end(self) -> tuple[dict[int, NodeStatus], str]:
+    def end(self) -> tuple[dict[int, NodeCounts], str]:
         """Ends the nodes: their last counts, and what failed."""
         (self._control / "end").touch()
         try:
@@ -119,7 +119,7 @@ def _logs(root: Path) -> list[Path]:
     )
 
 
-def _all_known(found: dict[int, NodeStatus]) -> bool:
+def _all_known(found: dict[int, NodeCounts]) -> bool:
     stored = sum(status.stored for status in found.values())
     return stored > 0 and all(status.known == stored for status in found.values())
 
@@ -156,7 +156,7 @@ def run(name: str, root: Path, home: Path, seconds: float) -> Measurements:
 
 
 def _note(
-    measurements: Measurements, found: dict[int, NodeStatus], problem: str, damaged: int
+    measurements: Measurements, found: dict[int, NodeCounts], problem: str, damaged: int
 ) -> None:
     lost: Counter[str] = Counter()
     delays: list[float] = []

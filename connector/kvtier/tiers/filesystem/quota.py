@@ -32,7 +32,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 from kvtier.tiers.filesystem import record
 from kvtier.tiers.filesystem.election import (
@@ -92,19 +92,18 @@ class _Count:
     settled_bytes: int = 0
 
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
+_M = TypeVar("_M", bound=Callable[..., Any])
 
 
-def _alone(method: Callable[Concatenate[Ledger, _P], _R]) -> Callable[Concatenate[Ledger, _P], _R]:
+def _alone(method: _M) -> _M:
     """No other thread changes the ledger meanwhile. The lock is held during arithmetic only."""
 
     @functools.wraps(method)
-    def call(self: Ledger, *arguments: _P.args, **more: _P.kwargs) -> _R:
+    def call(self: Ledger, *arguments: Any, **more: Any) -> Any:
         with self._lock:
             return method(self, *arguments, **more)
 
-    return call
+    return cast("_M", call)
 
 
 class Ledger:
