@@ -105,6 +105,14 @@ def _show(loop: EndToEndRun, display: Display) -> None:
     )
     print(loop.output.get)
     print(loop.output.describe)
+    if loop.dashboards is not None and loop.dashboards.missing:
+        print(f"No table of the dashboards: {loop.dashboards.missing} is not installed.")
+        return
+    display.table(
+        "What the dashboards show now (rates over the last ten minutes)",
+        ("dashboard", "panel", "series", "value"),
+        loop.panels,
+    )
 
 
 def _stop(_: int, __: FrameType | None) -> None:
