@@ -93,7 +93,7 @@ def run_faults(
     home = Path(tempfile.mkdtemp(prefix="kvtier-faults-", dir=options.directory))
     try:
         for kind in options.file_systems or ("",):
-            for row in _run_on(kind, home / (kind or "files"), selected, options, on_start):
+            for row in _run_on(kind, home / kind, selected, options, on_start):
                 yield replace(row, file_system=kind)
         for server in remote_faults.SERVERS:
             rows = [name for name in remote_faults.names(server) if name in selected]

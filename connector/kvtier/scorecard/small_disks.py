@@ -26,15 +26,16 @@ class DiskUnavailableError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """A mounted file system."""
+    """A mounted file system. ``path``: the directory in it that is used."""
 
     path: Path
+    root: Path
 
     def remount(self, mode: str) -> None:
         """``ro`` or ``rw``."""
         for _ in range(40):
             done = subprocess.run(
-                ["mount", "-o", f"remount,{mode}", str(self.path)], capture_output=True, check=False
+                ["mount", "-o", f"remount,{mode}", str(self.root)], capture_output=True, check=False
             )
             if done.returncode == 0:
                 return
@@ -70,7 +71,7 @@ def mounted(directory: Path, kind: str = "ext4", size_bytes: int = SIZE_BYTES) -
                 f"{command[0]}: {done.stderr.decode(errors='replace').strip()}"
             )
     try:
-        yield Disk(path)
+        yield Disk(path, path)
     finally:
         unmount(path)
 
@@ -102,7 +103,7 @@ def small(directory: Path, kind: str) -> Iterator[Disk]:
         if done.returncode != 0:
             raise DiskUnavailableError(f"mount: {done.stderr.decode(errors='replace').strip()}")
         try:
-            yield Disk(path)
+            yield Disk(path, path)
         finally:
             unmount(path)
     elif kind == "nfs":
@@ -116,7 +117,9 @@ def small(directory: Path, kind: str) -> Iterator[Disk]:
                 os.posix_fallocate(descriptor, 0, taken)
             finally:
                 os.close(descriptor)
-            yield disk
+            place = disk.path / "tier"
+            place.mkdir()
+            yield Disk(place, disk.root)
     else:
         with mounted(directory) as disk:
             yield disk
