@@ -85,10 +85,8 @@ spec:
   {{- end }}
   terminationGracePeriodSeconds: 30
   securityContext:
+    # No user or group: the image names one, and OpenShift assigns those of the namespace.
     runAsNonRoot: true
-    runAsUser: 65532
-    runAsGroup: 65532
-    fsGroup: 65532
     seccompProfile: {type: RuntimeDefault}
   containers:
   - name: {{ .component }}
