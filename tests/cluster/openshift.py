@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from nodes import ok, wait_for
+from nodes import MERGE, ok, wait_for
 
 POLICIES = "/apis/admissionregistration.k8s.io/v1"
 SCC_LABEL = "kvtier.test/scc"
@@ -201,6 +201,13 @@ def namespace_metadata(scc: Constraints) -> dict[str, dict[str, str]]:
     return {"labels": {SCC_LABEL: scc.name}, "annotations": dict(ANNOTATIONS)}
 
 
+def constrain(api: Any, namespace: str, scc: Constraints) -> None:
+    """Puts a namespace, made if it does not exist, under an SCC that is enforced."""
+    body = {"metadata": {"name": namespace, **namespace_metadata(scc)}}
+    if api.request("POST", "/api/v1/namespaces", body)[0] == 409:
+        ok(api.request("PATCH", f"/api/v1/namespaces/{namespace}", body, content_type=MERGE))
+
+
 @contextlib.contextmanager
 def enforce(api: Any, *constraints: Constraints) -> Iterator[None]:
     """Admits pods of labelled namespaces by these SCCs while the block runs."""
@@ -222,11 +229,7 @@ def enforce(api: Any, *constraints: Constraints) -> Iterator[None]:
 def _wait_enforced(api: Any, scc: Constraints) -> None:
     """Policies take effect a moment after they are created. The namespace is removed."""
     name = f"probe-{scc.name}"
-    ok(
-        api.request(
-            "POST", "/api/v1/namespaces", {"metadata": {"name": name, **namespace_metadata(scc)}}
-        )
-    )
+    constrain(api, name, scc)
     account = f"/api/v1/namespaces/{name}/serviceaccounts"
     wait_for("the default account", lambda: api.request("GET", f"{account}/default")[0] == 200)
     plain = {"containers": [{"name": "probe", "image": "probe"}]}

@@ -1,8 +1,8 @@
 """Ports of tierd's HTTP server in pods that share the node's network (``hostNetwork``). Pure.
 
 Such a pod must not declare the port: a declared port is the node's, so the scheduler would keep
-pods with the same template apart, and a rolling update with as many replicas as nodes would wait
-for ever. tierd and the operator derive the same few ports from the pod's uid instead.
+pods with the same template apart, and a rolling update with as many replicas as nodes would never
+end. tierd and the operator derive the same few ports from the pod's uid instead.
 """
 
 from __future__ import annotations
