@@ -25,11 +25,10 @@ QUICK = {
 """Short periods, so that tests do not wait half a minute for a status."""
 
 
-def load_images(cluster: Any, home: Path) -> None:
-    """Builds the released images and loads them on the node under the chart's names."""
-    for archive in images.shipped(home):
+def load_images(cluster: Any) -> None:
+    """Builds the images that are released, and loads them on the node under the chart's names."""
+    for archive in images.shipped():
         cluster.load(archive)
-        archive.unlink()
 
 
 def storage(home: Path, *names: str) -> list[Path]:
