@@ -62,6 +62,7 @@ generate: install ## generate crds/, the reference pages, alerts, dashboards and
 	@$(PYTHON) -m kvtier_operator.api.reference
 	@$(PYTHON) tools/chart_files.py
 	@$(PYTHON) -m tools.monitoring
+	@$(PYTHON) -m tools.chart_golden
 
 constraints: ## write constraints.txt: the newest releases that pyproject.toml and overrides.txt allow
 	@tools/uv pip compile --quiet --upgrade --all-extras --override overrides.txt --python-version 3.11 --no-emit-package kvtier --no-header --no-annotate --output-file constraints.txt pyproject.toml

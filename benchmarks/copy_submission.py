@@ -17,15 +17,15 @@ import numpy as np
 import torch
 from benchmarks.common import options, report
 
-from kvtier.engines.vllm.metadata import BlockRun, LoadJob
-from kvtier.engines.vllm.worker_state import (
+from kvtier.engines.common.jobs import BlockRun, LoadJob
+from kvtier.engines.common.worker_state import (
     CompletionQueue,
     Counters,
     RankContext,
     RankShards,
     SlotGenerations,
 )
-from kvtier.engines.vllm.worker_transfers import WorkerLoads
+from kvtier.engines.common.worker_transfers import WorkerLoads
 from kvtier.store.generations import generation_bytes
 from kvtier.tierd.wire import Ready
 from kvtier.transfer.codec import Codec, build_codec

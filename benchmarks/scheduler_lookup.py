@@ -32,9 +32,9 @@ from kvtier.config.models import (
     Structural,
     Topology,
 )
-from kvtier.engines.vllm.identity import EngineIdentity
+from kvtier.engines.common.model_identity import EngineIdentity
+from kvtier.engines.common.tierd_session import TierdSession
 from kvtier.engines.vllm.scheduler import KVTierConnectorScheduler
-from kvtier.engines.vllm.tierd_session import TierdSession
 from kvtier.planner import GroupKind, KVCacheGroup, Planner
 from kvtier.tierd.wire import PROTOCOL, Delta, Message, Promote, Promoted, Ready, Welcome
 

@@ -28,6 +28,7 @@ NODE_FILES = frozenset(
     for name in (
         "attached_pods_on_node",
         "chart_on_node",
+        "chart_lifecycle",
         "fixtures",
         "hanging_storage",
         "sidecar_on_node",

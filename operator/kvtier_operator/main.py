@@ -55,6 +55,9 @@ Context = Annotated[
     typer.Option("--context", help="Context of the kubeconfig. Defaults to the current one."),
 ]
 Style = Annotated[runtime.LogFormat, typer.Option("--log-format", help="Format of log lines.")]
+Level = Annotated[
+    runtime.LogLevel, typer.Option("--log-level", help="Least severe log lines that are written.")
+]
 
 
 @dataclass(slots=True)
@@ -84,6 +87,7 @@ def controller(
     kubeconfig: Kubeconfig = None,
     context: Context = None,
     log_format: Style = runtime.LogFormat.JSON,
+    log_level: Level = runtime.LogLevel.INFO,
 ) -> None:
     """Reconciles policies. If there are several replicas, one is the leader and the others wait."""
     from kvtier_operator.controller.controller import Controller, ControllerOptions
@@ -109,7 +113,8 @@ def controller(
             reconciling.add_checks(state)
             await reconciling.run(given.stop)
 
-    _run(part, load(settings), kubeconfig, context, log_format, CONTROLLER_STOP_SECONDS)
+    runtime.configure(log_format, log_level)
+    asyncio.run(_serve(part, load(settings), kubeconfig, context, CONTROLLER_STOP_SECONDS))
 
 
 @app.command()
@@ -118,6 +123,7 @@ def webhook(
     kubeconfig: Kubeconfig = None,
     context: Context = None,
     log_format: Style = runtime.LogFormat.JSON,
+    log_level: Level = runtime.LogLevel.INFO,
 ) -> None:
     """Injects pods and validates policies. All replicas serve."""
     from kvtier_operator.webhook.server import WebhookOptions, serve
@@ -132,7 +138,8 @@ def webhook(
         )
 
     sys.setswitchinterval(WEBHOOK_SWITCH_SECONDS)
-    _run(part, load(settings), kubeconfig, context, log_format, WEBHOOK_STOP_SECONDS)
+    runtime.configure(log_format, log_level)
+    asyncio.run(_serve(part, load(settings), kubeconfig, context, WEBHOOK_STOP_SECONDS))
 
 
 @app.command()
@@ -146,18 +153,6 @@ def show_settings(settings: SettingsFile = DEFAULT_FILE) -> None:
     """Prints the settings, including defaults."""
     document = load(settings).model_dump(mode="json", by_alias=True)
     typer.echo(yaml.safe_dump(document, sort_keys=False), nl=False)
-
-
-def _run(
-    part: Part,
-    settings: Settings,
-    kubeconfig: Path | None,
-    context: str | None,
-    log_format: runtime.LogFormat,
-    stop_seconds: float,
-) -> None:
-    runtime.configure(log_format)
-    asyncio.run(_serve(part, settings, kubeconfig, context, stop_seconds))
 
 
 async def _serve(

@@ -62,13 +62,34 @@ class LogFormat(StrEnum):
     TEXT = "text"
 
 
-def configure(style: LogFormat, level: int = logging.INFO, stream: TextIO | None = None) -> None:
-    """Sets up logging for the process."""
+class LogLevel(StrEnum):
+    """Least severe log lines that are written."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+OWN_LOGGERS = ("kvtier", "kvtier_operator")
+
+
+def configure(
+    style: LogFormat, level: LogLevel = LogLevel.INFO, stream: TextIO | None = None
+) -> None:
+    """Sets up logging for the process.
+
+    ``debug`` applies to KVTier's own loggers only: the Kubernetes client logs the bodies of
+    responses at that level, which contain tokens.
+    """
+    number = logging.getLevelNamesMapping()[level.name]
     handler = logging.StreamHandler(stream if stream is not None else sys.stderr)
     handler.setFormatter(JsonFormatter() if style is LogFormat.JSON else TextFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(level)
+    root.setLevel(max(number, logging.INFO))
+    for name in OWN_LOGGERS:
+        logging.getLogger(name).setLevel(number)
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
 
 

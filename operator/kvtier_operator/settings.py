@@ -16,6 +16,8 @@ from pydantic.alias_generators import to_camel
 
 from kvtier.errors import ConfigurationError
 from kvtier_operator.api.allowlist import AllowedVolume, PolicyBounds
+from kvtier_operator.api.names import INJECT_LABEL
+from kvtier_operator.api.selector import LabelSelector
 
 DEFAULT_FILE = Path("/etc/kvtier-operator/settings.yaml")
 
@@ -96,6 +98,11 @@ class Webhook(Section):
     port: Annotated[int, Field(ge=0, le=65_535)] = 9443
     drain_seconds: Annotated[float, Field(ge=0, le=60)] = 5
     """How long the server serves after SIGTERM, until every API server uses another replica."""
+    namespace_selector: LabelSelector = LabelSelector.model_validate(
+        {"matchLabels": {INJECT_LABEL: "enabled"}}
+    )
+    """Namespaces in which the API server calls the webhook for pods, as the webhook configuration
+    has it."""
     certificates: Certificates = Certificates()
 
 

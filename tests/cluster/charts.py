@@ -13,6 +13,9 @@ import helm_python as helm
 import yaml
 
 CHART = Path(__file__).resolve().parents[2] / "charts" / "kvtier"
+PREVIOUS = Path(__file__).resolve().parent / "releases" / "kvtier-0.0.9.tgz"
+"""The chart before labels, accounts, budgets and cert-manager became values. A release replaces it
+by the archive of the chart before."""
 NAMESPACE = "kvtier-system"
 NAME = "kvtier"
 
@@ -63,6 +66,15 @@ class Release:
         """``helm upgrade``."""
         waiting = {"wait": "watcher", "timeout": wait_seconds} if wait_seconds else {}
         return self._config.upgrade(chart, NAME, values, namespace=self.namespace, **waiting)
+
+    def rollback(self, wait_seconds: int = 0) -> None:
+        """``helm rollback`` to the revision before."""
+        waiting = {"wait": "watcher", "timeout": wait_seconds} if wait_seconds else {}
+        self._config.rollback(NAME, **waiting)
+
+    def manifest(self) -> str:
+        """The objects of the current revision, as YAML."""
+        return str(self._config.status(NAME)["manifest"])
 
     def uninstall(self, wait_seconds: int = 0) -> dict[str, Any]:
         """``helm uninstall``; no error where nothing is installed."""

@@ -166,7 +166,7 @@ def test_skipped_and_missed_pods_are_listed_with_their_reasons(
                 "the command sets --kv-transfer-config",
             )
             assert listed["missed"][0] == "Missed"
-            assert "does not have the label kvtier.io/inject=enabled" in listed["missed"][1]
+            assert "do not match the webhook's namespaceSelector" in listed["missed"][1]
             assert found["status"]["pods"]["skipped"] == 2
             columns = await where.columns()
             assert (columns["Ready"], columns["Reason"], columns["Pods"]) == (

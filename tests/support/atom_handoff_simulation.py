@@ -18,8 +18,8 @@ from kvtier.engines.atom.metadata import AtomLoad, AtomSave
 from kvtier.engines.atom.scheduler import AtomLimits, AtomScheduler
 from kvtier.engines.atom.token_keys import chain
 from kvtier.engines.atom.types import KVConnectorOutput
-from kvtier.engines.vllm.identity import EngineIdentity
-from kvtier.engines.vllm.tierd_session import TierdSession
+from kvtier.engines.common.model_identity import EngineIdentity
+from kvtier.engines.common.tierd_session import TierdSession
 from kvtier.planner import GroupKind, KVCacheGroup, Planner
 from kvtier.store.cost_model import Prefill, PrefixCost
 from kvtier.store.types import PromotionEnded

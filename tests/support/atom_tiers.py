@@ -28,8 +28,8 @@ from kvtier.config.models import (
 from kvtier.engines.atom.metadata import AtomCancel, AtomLoad, AtomSave, AtomStepMetadata
 from kvtier.engines.atom.scheduler import AtomLimits, AtomScheduler
 from kvtier.engines.atom.types import KVConnectorOutput
-from kvtier.engines.vllm.identity import EngineIdentity
-from kvtier.engines.vllm.tierd_session import TierdSession
+from kvtier.engines.common.model_identity import EngineIdentity
+from kvtier.engines.common.tierd_session import TierdSession
 from kvtier.planner import GroupKind, KVCacheGroup, Planner
 from kvtier.store.generations import pack_location
 from kvtier.testing.atom_blocks import StandInBlocks

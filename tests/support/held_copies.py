@@ -32,6 +32,16 @@ class HeldCopyEngine(CpuCopyEngine):
         self.open = True
         self.submitted: list[tuple[Direction, tuple[Copy, ...], object | None]] = []
         self.drains = 0
+        self.can_order = False
+        """Whether kernels can be ordered behind copies, as on a GPU."""
+        self.ordered: list[tuple[CopyHandle, ...]] = []
+
+    @property
+    def can_order_kernels(self) -> bool:
+        return self.can_order
+
+    def order_kernels(self, handles: Sequence[CopyHandle]) -> None:
+        self.ordered.append(tuple(handles))
 
     def hold(self) -> None:
         """Delays further copies until ``move``."""

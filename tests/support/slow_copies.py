@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvtier.engines.vllm.metadata import LoadJob
+from kvtier.engines.common.jobs import LoadJob
 from kvtier.harness.engine_testbed import EngineTestbed
 from kvtier.transfer.codec import Codec
 from kvtier.transfer.cpu import CpuCopyEngine
@@ -167,9 +167,9 @@ def _cut(job: LoadJob) -> LoadJob:
 
 def install() -> None:
     """Makes the connectors of this process use ``SlowCopyEngine``."""
+    from kvtier.engines.common.worker_thread import TransferThread
     from kvtier.engines.vllm.scheduler import KVTierConnectorScheduler
     from kvtier.engines.vllm.worker import KVTierConnectorWorker
-    from kvtier.engines.vllm.worker_thread import TransferThread
 
     defaults = KVTierConnectorWorker.__init__.__kwdefaults__
     if defaults is None or "copy_engine" not in defaults:

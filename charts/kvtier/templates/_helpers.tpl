@@ -11,6 +11,29 @@ app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 app.kubernetes.io/part-of: kvtier
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{- with .Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{/* The annotations of an object's metadata, indented, or nothing. Parameters: root, annotations;
+argocd: those for Argo CD. */}}
+{{- define "kvtier.annotations" -}}
+{{- $argocd := ternary .argocd (dict) (and .root.Values.argocd.enabled (hasKey . "argocd")) }}
+{{- with merge (dict) (default (dict) .annotations) $argocd (default (dict) .root.Values.commonAnnotations) }}
+  annotations:
+    {{- toYaml . | nindent 4 }}
+{{- end }}
+{{- end }}
+
+{{/* The name of a ServiceAccount. Parameters: root, component. */}}
+{{- define "kvtier.account" -}}
+{{- default (printf "kvtier-%s" .component) (get .root.Values .component).serviceAccount.name }}
+{{- end }}
+
+{{/* Whose writes the ValidatingAdmissionPolicies limit. */}}
+{{- define "kvtier.username" -}}
+system:serviceaccount:{{ .Release.Namespace }}:{{ include "kvtier.account" (dict "root" . "component" "controller") }}
 {{- end }}
 
 {{/* The operator's settings file (kvtier_operator.settings). */}}
@@ -31,8 +54,9 @@ policyBounds: {{ toJson .Values.policyBounds }}
 webhook:
   port: {{ .Values.webhook.port | int64 }}
   drainSeconds: {{ .Values.webhook.drainSeconds }}
+  namespaceSelector: {{ toJson .Values.webhook.namespaceSelector }}
   certificates:
-    mode: {{ .Values.webhook.certificates.mode }}
+    mode: {{ ternary "SelfManaged" "Mounted" (eq .Values.webhook.certificates.mode "SelfManaged") }}
     secretName: {{ .Values.webhook.certificates.secretName }}
     lifetimeSeconds: {{ .Values.webhook.certificates.lifetimeSeconds | int64 }}
     renewBeforeSeconds: {{ .Values.webhook.certificates.renewBeforeSeconds | int64 }}
@@ -65,11 +89,11 @@ metadata:
   annotations:
     kubectl.kubernetes.io/default-container: {{ .component }}
     kvtier.io/settings-checksum: {{ include "kvtier.settings" .root | sha256sum }}
-    {{- with .values.podAnnotations }}
+    {{- with merge (dict) (default (dict) .values.podAnnotations) (default (dict) .root.Values.commonAnnotations) }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
 spec:
-  serviceAccountName: kvtier-{{ .component }}
+  serviceAccountName: {{ include "kvtier.account" . }}
   {{- with .root.Values.images.pullSecrets }}
   imagePullSecrets:
   {{- range . }}
@@ -84,20 +108,23 @@ spec:
   dnsPolicy: ClusterFirstWithHostNet
   {{- end }}
   terminationGracePeriodSeconds: 30
+  {{- with .root.Values.podSecurityContext }}
   securityContext:
-    # No user or group: the image names one, and OpenShift assigns those of the namespace.
-    runAsNonRoot: true
-    seccompProfile: {type: RuntimeDefault}
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
   containers:
   - name: {{ .component }}
     image: {{ .root.Values.images.operator | quote }}
     imagePullPolicy: {{ .root.Values.images.pullPolicy }}
-    args: [{{ .component }}, --settings, /etc/kvtier-operator/settings.yaml, --log-format, {{ .values.logFormat }}]
+    args: [{{ .component }}, --settings, /etc/kvtier-operator/settings.yaml, --log-format, {{ .values.logFormat }}, --log-level, {{ .values.logLevel }}]
     env:
     - name: POD_NAME
       valueFrom: {fieldRef: {fieldPath: metadata.name}}
     - name: POD_NAMESPACE
       valueFrom: {fieldRef: {fieldPath: metadata.namespace}}
+    {{- with .values.extraEnv }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
     ports:
     - {name: monitoring, containerPort: {{ .root.Values.monitoring.port | int64 }}}
     {{- with .ports }}
@@ -113,17 +140,17 @@ spec:
       httpGet: {path: /readyz, port: monitoring}
       periodSeconds: 2
       timeoutSeconds: 5
+    {{- with .root.Values.containerSecurityContext }}
     securityContext:
-      allowPrivilegeEscalation: false
-      readOnlyRootFilesystem: true
-      capabilities: {drop: [ALL]}
+      {{- toYaml . | nindent 6 }}
+    {{- end }}
     resources:
       {{- toYaml .values.resources | nindent 6 }}
     volumeMounts:
     # A subPath mount never changes in a running pod. The checksum annotation restarts the pod.
     - {name: settings, mountPath: /etc/kvtier-operator/settings.yaml, subPath: settings.yaml, readOnly: true}
     - {name: tmp, mountPath: /tmp}
-    {{- with .mounts }}
+    {{- with concat (default (list) .mounts) (default (list) .values.extraVolumeMounts) }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
   volumes:
@@ -131,7 +158,7 @@ spec:
     configMap: {name: kvtier-settings}
   - name: tmp
     emptyDir: {sizeLimit: 64Mi}
-  {{- with .volumes }}
+  {{- with concat (default (list) .volumes) (default (list) .values.extraVolumes) }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
   {{- with .values.nodeSelector }}
@@ -146,4 +173,56 @@ spec:
   affinity:
     {{- toYaml . | nindent 4 }}
   {{- end }}
+  {{- with .values.topologySpreadConstraints }}
+  topologySpreadConstraints:
+  {{- range . }}
+  - {{- toYaml (merge (dict) . (dict "labelSelector" (dict "matchLabels" (fromYaml (include "kvtier.selector" $))))) | nindent 4 }}
+  {{- end }}
+  {{- end }}
+{{- end }}
+
+{{/* A disruption budget, if there are several replicas. Parameters: root, component. */}}
+{{- define "kvtier.disruptionBudget" -}}
+{{- $values := get .root.Values .component }}
+{{- if gt (int64 $values.replicas) 1 }}
+---
+apiVersion: policy/v1
+kind: PodDisruptionBudget
+metadata:
+  name: kvtier-{{ .component }}
+  namespace: {{ .root.Release.Namespace }}
+  labels:
+    {{- include "kvtier.labels" .root | nindent 4 }}
+    app.kubernetes.io/component: {{ .component }}
+  {{- include "kvtier.annotations" (dict "root" .root) }}
+spec:
+  {{- range $key, $value := $values.podDisruptionBudget }}
+  {{- if ne (toString $value) "<nil>" }}
+  {{ $key }}: {{ if kindIs "string" $value }}{{ $value | quote }}{{ else }}{{ int64 $value }}{{ end }}
+  {{- end }}
+  {{- end }}
+  # A replica that is not ready protects nothing.
+  unhealthyPodEvictionPolicy: AlwaysAllow
+  selector:
+    matchLabels:
+      {{- include "kvtier.selector" . | nindent 6 }}
+{{- end }}
+{{- end }}
+
+{{/* The settings of an endpoint of a PodMonitor or ServiceMonitor. */}}
+{{- define "kvtier.scrape" -}}
+{{- with .interval }}
+interval: {{ . }}
+{{- end }}
+{{- with .scrapeTimeout }}
+scrapeTimeout: {{ . }}
+{{- end }}
+{{- with .relabelings }}
+relabelings:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .metricRelabelings }}
+metricRelabelings:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- end }}

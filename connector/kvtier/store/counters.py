@@ -63,7 +63,21 @@ COUNTERS: dict[str, CounterLabels] = {
     ),
     "presence_relisted": _tier("Times that the objects of a tier were listed again."),
     "settings_missing": _tier("Live values that lack the tier, which keeps its settings."),
+    "tier_announcements": _tier(
+        "Objects published in or removed from a shared tier that were announced, by direction.",
+        "received", "sent",
+    ),
+    "tier_announcements_lost": _tier(
+        "Announcements of a shared tier that were lost or not accepted, by reason.",
+        "corrupt", "invalid", "lost", "no_key", "not_sent", "other_version", "overrun", "truncated",
+        "unkeyed", "unknown_key", "unreadable", "wrong_tag",
+    ),
     "tier_late_reads": _tier("Reads that are still running long after their deadline."),
+    "tier_lookups": _tier(
+        "Lookups of keys that are not in the index of a shared tier, by result.",
+        "absent", "busy", "found", "timed_out", "too_slow",
+    ),
+    "tier_lookups_failed": _tier("Failed lookups in a shared tier.", *TIER_ERRORS),
     "tier_maintain_failed": _tier("Failed maintenance runs of a tier.", *TIER_ERRORS),
     "tier_objects_not_indexed": _tier("Objects that a tier holds and has no memory to index."),
     "tier_open_failed": _tier("Failed attempts to open a tier.", *TIER_ERRORS),
@@ -92,7 +106,8 @@ COUNTERS: dict[str, CounterLabels] = {
         "recovered_corrupt", "selection", "tier_timeout", "too_many_promotions",
     ),
     "promotions_ended": _global(
-        "Promotions that ended, by outcome.", "whole", "partial", "failed", "cancelled"
+        "Promotions that ended, by outcome.",
+        "absent", "cancelled", "failed", "partial", "whole",
     ),
     "promotions_out_of_time": _global("Promotions that reached the deadline of their request."),
     "selections": _global(

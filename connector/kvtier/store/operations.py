@@ -93,8 +93,8 @@ class Promotion:
 
     __slots__ = (
         "arrived", "batches", "deadline", "end_tokens", "ended", "engine", "entries", "groups",
-        "keys", "limit", "not_started", "number", "parallel", "reads", "sources", "started_at",
-        "tiers", "timer", "verifying",
+        "keys", "limit", "looked_up", "not_started", "number", "parallel", "reads", "sources",
+        "started_at", "tiers", "timer", "verifying",
     )  # fmt: skip
 
     def __init__(
@@ -119,6 +119,8 @@ class Promotion:
         self.started_at = 0.0
         self.timer: Timer | None = None
         self.ended = False
+        self.looked_up = False
+        """It only waits for a lookup; another takes its place if keys are found."""
 
     def advance(self) -> None:
         """Updates ``arrived``."""

@@ -12,17 +12,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from kvtier.store.allocator import SlotAllocator
 from kvtier.store.context import StoreContext
 from kvtier.store.cost_model import PrefixCost
+from kvtier.store.lookups import TierLookups
 from kvtier.store.memory_tier import ResidentObjects
 from kvtier.store.operations import EngineState, Promotion
 from kvtier.store.recovery import RecoveredObjects
 from kvtier.store.secondary_tier import SecondaryTier, SecondaryTiers
-from kvtier.store.selection import LoadPlanner, PrefixSources
+from kvtier.store.selection import LOOKUP_SHARE, LoadPlanner, PrefixSources
 from kvtier.store.state import Entry
 from kvtier.store.tier_reads import TierReads
 from kvtier.store.types import PromotionEnded, PromotionOutcome
@@ -107,8 +108,10 @@ class Promotions:
         sources: ObjectSources,
         allocator: SlotAllocator,
         planner: LoadPlanner,
+        lookups: TierLookups,
     ) -> None:
         self._context = context
+        self._lookups = lookups
         self._resident = sources.resident
         self._recovered = sources.recovered
         self._tiers = sources.tiers
@@ -123,8 +126,10 @@ class Promotions:
         keys: Sequence[tuple[int, bytes]],
         budget_seconds: float,
         cost: PrefixCost | None = None,
+        look_up: bool = False,
     ) -> None:
-        """Starts a promotion, which may end before this returns."""
+        """Starts a promotion, which may end before this returns. ``look_up``: keys that no index
+        has are looked up in the tiers first, for a part of the time."""
         context = self._context
         if number in engine.promotions:
             context.violation("promotion_twice")
@@ -133,10 +138,72 @@ class Promotions:
             context.violation("prefix_cost")
             cost = None
         budget = min(budget_seconds, MAX_BUDGET_SECONDS) if budget_seconds > 0 else 0.0
+        context.count("promotions")
+        if look_up and self._look_up(engine, number, keys, budget, cost):
+            return
+        self._start(engine, number, keys, budget, cost)
+
+    def _look_up(
+        self,
+        engine: EngineState,
+        number: int,
+        keys: Sequence[tuple[int, bytes]],
+        budget: float,
+        cost: PrefixCost | None,
+    ) -> bool:
+        """Looks up the keys after those that can be provided. False if no tier is to be asked."""
+        known = self._known_keys(engine, keys)
+        names = [engine.key(group, block_hash) for group, block_hash in keys[known:]]
+        seconds = budget
+        if cost is not None and cost.prefill is not None and names:
+            start = cost.ends[known - 1] if known else cost.start_tokens
+            missing = cost.prefill.seconds(start, cost.ends[-1])
+            seconds = min(seconds, LOOKUP_SHARE * missing)
+        promotion = Promotion(engine, number, [], [])
+        promotion.started_at = self._context.clock()
+        promotion.looked_up = True
+
+        def looked_up() -> None:
+            if promotion.ended:
+                return
+            took = self._context.clock() - promotion.started_at
+            found = self._known_keys(engine, keys)
+            if not found:
+                self._end(promotion, False)
+                return
+            del engine.promotions[number]
+            left = None
+            if cost is not None:
+                waited = cost.waited_seconds + took
+                left = replace(cost, ends=cost.ends[:found], waited_seconds=waited)
+            self._start(engine, number, keys[:found], max(budget - took, 0.0), left)
+
+        engine.promotions[number] = promotion
+        may_ask = engine.persistent and not self._context.fenced and None not in names
+        wanted = [name for name in names if name is not None] if may_ask else []
+        if not self._lookups.begin(engine.namespace, wanted, seconds, looked_up):
+            looked_up()
+        return True
+
+    def _known_keys(self, engine: EngineState, keys: Sequence[tuple[int, bytes]]) -> int:
+        """How many keys of the prefix some index has."""
+        for position, (group, block_hash) in enumerate(keys):
+            key = engine.key(group, block_hash)
+            if key is None or not self._tiers.holds(engine.namespace, key):
+                return position
+        return len(keys)
+
+    def _start(
+        self,
+        engine: EngineState,
+        number: int,
+        keys: Sequence[tuple[int, bytes]],
+        budget: float,
+        cost: PrefixCost | None,
+    ) -> None:
         promotion = self._plan(engine, number, keys, budget, cost)
         promotion.keys += [b""] * (len(keys) - len(promotion.keys))
         engine.promotions[number] = promotion
-        context.count("promotions")
         self._verify(promotion)
         promotion.advance()
         self._start_reads(promotion)
@@ -421,6 +488,8 @@ class Promotions:
         self._give_up(promotion, usable)
         if cancelled:
             outcome = PromotionOutcome.CANCELLED
+        elif promotion.looked_up:
+            outcome = PromotionOutcome.ABSENT
         elif usable == len(promotion.keys) and usable:
             outcome = PromotionOutcome.WHOLE
         else:

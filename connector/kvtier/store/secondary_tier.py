@@ -204,6 +204,8 @@ class SecondaryTier:
         self.pending_store_bytes = 0
         self.unindexed = 0
         """Objects without room in the tier's index, as counted so far."""
+        self.counted: dict[tuple[str, str], int] = {}
+        """The tier's own totals, as counted so far."""
         self.average_read_seconds: float | None = None
         self.model = TierModel(threads)
         self.last_error = ""
@@ -260,6 +262,8 @@ class SecondaryTiers:
             for i, tier in enumerate(tiers)
         ]
         self.usable_bits = RAM_BITS
+        self.asked_bits = 0
+        """Of the usable tiers that are asked for keys that the index lacks."""
         self.configure(live)
         for secondary in self.all:
             self._submit_open(secondary)
@@ -298,6 +302,10 @@ class SecondaryTiers:
                     load_timeout_seconds=settings.load_timeout_seconds,
                 )
             )
+
+    def holds(self, namespace: str, key: bytes) -> bool:
+        """Whether the key is in RAM or in a usable tier, as far as the index knows."""
+        return bool(self._index.bits(namespace, key) & self.usable_bits)
 
     def best_for(self, namespace: str, key: bytes, excluded_bits: int = 0) -> SecondaryTier | None:
         """The usable tier of highest weight that holds the key and is not among ``excluded_bits``;
@@ -424,7 +432,7 @@ class SecondaryTiers:
         context = self._context
         if error is None:
             secondary.opened = True
-            self._count_unindexed(secondary)
+            self._count_totals(secondary)
             secondary.breaker.close(context.clock())
             context.timers.at(
                 context.clock() + MAINTAIN_SECONDS, partial(self._maintain, secondary)
@@ -442,11 +450,13 @@ class SecondaryTiers:
             handler()
 
     def _announce_usable(self) -> None:
-        bits = RAM_BITS
+        bits, asked = RAM_BITS, 0
         for secondary in self.all:
-            bits |= secondary.bit if secondary.usable else 0
-        if bits != self.usable_bits:
-            self.usable_bits = bits
+            if secondary.usable:
+                bits |= secondary.bit
+                asked |= secondary.bit if secondary.tier.asks_on_miss else 0
+        if (bits, asked) != (self.usable_bits, self.asked_bits):
+            self.usable_bits, self.asked_bits = bits, asked
             self._context.emit(UsableTiersChanged(bits))
 
     def _maintain(self, secondary: SecondaryTier) -> None:
@@ -469,16 +479,22 @@ class SecondaryTiers:
             secondary.last_error = f"maintenance: {reason}: {error}"
             context.count("tier_maintain_failed", secondary.name, reason)
             self._note_failure(secondary, error)
-        self._count_unindexed(secondary)
+        self._count_totals(secondary)
+        self._announce_usable()
         context.timers.at(context.clock() + MAINTAIN_SECONDS, partial(self._maintain, secondary))
 
-    def _count_unindexed(self, secondary: SecondaryTier) -> None:
+    def _count_totals(self, secondary: SecondaryTier) -> None:
         total = secondary.tier.usage().unindexed_total
         if total > secondary.unindexed:
             self._context.count(
                 "tier_objects_not_indexed", secondary.name, "", total - secondary.unindexed
             )
             secondary.unindexed = total
+        for (name, reason), total in secondary.tier.counts().items():
+            more = total - secondary.counted.get((name, reason), 0)
+            if more > 0:
+                self._context.count(name, secondary.name, reason, more)
+                secondary.counted[name, reason] = total
 
     def tier_state(self, secondary: SecondaryTier) -> StoreTierState:
         """The state of one tier for reports."""

@@ -29,6 +29,8 @@ from kvtier.store.secondary_tier import SecondaryTier, SecondaryTiers
 
 LOSS_SHARE = 0.5
 """Share of the recomputing time that waiting may cost."""
+LOOKUP_SHARE = 0.05
+"""Share of the time to recompute unknown keys that looking them up may take."""
 MAX_CANDIDATES = 8
 """Of a prefix with more candidates, the shortest and the longest ones are compared."""
 STAGES = (2, 4)

@@ -27,6 +27,7 @@ from kvtier.store.allocator import SlotAllocator
 from kvtier.store.context import StoreContext, StoreRuntime
 from kvtier.store.cost_model import PrefixCost
 from kvtier.store.engines import EngineRegistry
+from kvtier.store.lookups import LOOKUP_THREADS, TierLookups
 from kvtier.store.memory_tier import ArcPolicy, LruPolicy, ResidentObjects
 from kvtier.store.presence import PresenceIndex
 from kvtier.store.promotion import ObjectSources, Promotions
@@ -52,6 +53,7 @@ def executor_lanes(topology: Topology) -> dict[str, int]:
             continue
         found[f"read:{tier.name}"] = tier.read_threads
         found[f"write:{tier.name}"] = tier.write_threads
+        found[f"lookup:{tier.name}"] = LOOKUP_THREADS
         found[f"check:{tier.name}"] = found[f"maintain:{tier.name}"] = 1
     return found
 
@@ -110,7 +112,8 @@ class TierStore:
         self._recovered = RecoveredObjects(context, pool, resident, index, self._writes)
         self._planner = LoadPlanner(context, self._tiers, self._memory_name, live)
         sources = ObjectSources(resident, self._recovered, self._tiers, reads)
-        self._promotions = Promotions(context, sources, self._allocator, self._planner)
+        lookups = TierLookups(context, index, self._tiers)
+        self._promotions = Promotions(context, sources, self._allocator, self._planner, lookups)
         self._loads = StoreLoads(
             context, resident, index, self._tiers, self._promotions, self._checksummer
         )
@@ -228,16 +231,18 @@ class TierStore:
         keys: Sequence[tuple[int, bytes]],
         budget_seconds: float,
         cost: PrefixCost | None = None,
+        look_up: bool = False,
     ) -> None:
         """Brings the usable prefix of ``keys`` that is worth it into pinned slots. Answered by one
         ``PromotionEnded``.
 
         ``budget_seconds``: the longest wait. ``cost``: needed by selection ``Cost``, which takes
-        the longest prefix without it.
+        the longest prefix without it. ``look_up``: keys that no index has are looked up in tiers
+        that other processes write to.
         """
         state = self._engines.get(engine)
         if state is not None:
-            self._promotions.begin(state, promotion, keys, budget_seconds, cost)
+            self._promotions.begin(state, promotion, keys, budget_seconds, cost, look_up)
 
     def cancel(self, engine: str, promotion: int) -> None:
         """Cancels a promotion, or releases what it has brought."""
@@ -298,6 +303,12 @@ class TierStore:
         """Bits of RAM and of the tiers that may be used. Changes are announced by
         ``UsableTiersChanged``."""
         return self._tiers.usable_bits
+
+    @property
+    def asked_bits(self) -> int:
+        """Bits of the usable tiers that may hold keys that the index lacks. Changes are announced
+        as those of ``usable_bits``."""
+        return self._tiers.asked_bits
 
     # The owner's loop.
 

@@ -67,6 +67,8 @@ class PromotionOutcome(str, Enum):
     PARTIAL = "partial"
     FAILED = "failed"
     CANCELLED = "cancelled"
+    ABSENT = "absent"
+    """No tier has the first key."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from kvtier.errors import TierCorruptError, TierMissError, TierNoSpaceError, TierUnavailableError
@@ -115,6 +115,11 @@ class FaultyTier(Tier):
         """Passes the call on without a fault."""
         self.inner.configure(limits)
 
+    @property
+    def asks_on_miss(self) -> bool:
+        """As the inner tier."""
+        return self.inner.asks_on_miss
+
     def contains(self, ref: ObjectRef) -> bool:
         """Passes the call on without a fault."""
         return self.inner.contains(ref)
@@ -130,6 +135,10 @@ class FaultyTier(Tier):
     def volume(self) -> tuple[int, int]:
         """Passes the call on without a fault."""
         return self.inner.volume()
+
+    def counts(self) -> Mapping[tuple[str, str], int]:
+        """Passes the call on without a fault."""
+        return self.inner.counts()
 
     def touch(self, ref: ObjectRef, previous: bytes = b"") -> None:
         """Passes the call on without a fault."""

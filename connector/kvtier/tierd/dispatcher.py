@@ -36,6 +36,7 @@ from kvtier.tierd.wire import (
     FromEngine,
     Identify,
     Load,
+    LoadPinned,
     LoadReleased,
     Message,
     Promote,
@@ -73,7 +74,11 @@ class Dispatcher:
         self._counters = counters
         self._describe = describe
         self._publisher = ReplicaPublisher(
-            send, store.presence, store.acknowledge_eviction, lambda: store.usable_bits
+            send,
+            store.presence,
+            store.acknowledge_eviction,
+            lambda: store.usable_bits,
+            lambda: store.asked_bits,
         )
         self._engines: dict[str, EngineSessions] = {}
 
@@ -189,12 +194,18 @@ class Dispatcher:
                 store.reserve(name, reservation, ChunkId(group, key, previous), slot)
         elif isinstance(message, Promote):
             store.promote(
-                name, message.promotion, message.keys, message.budget_seconds, _prefix_cost(message)
+                name,
+                message.promotion,
+                message.keys,
+                message.budget_seconds,
+                _prefix_cost(message),
+                message.look_up,
             )
         elif isinstance(message, Cancel):
             store.cancel(name, message.promotion)
         elif isinstance(message, Load):
-            store.load(name, message.load, message.promotion, message.keys)
+            pinned = store.load(name, message.load, message.promotion, message.keys)
+            self._send(session.route, LoadPinned(load=message.load, keys=pinned))
         elif isinstance(message, LoadReleased):
             store.release_load(name, message.load)
         elif isinstance(message, Resync):

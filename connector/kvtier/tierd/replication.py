@@ -66,7 +66,7 @@ class ReplicaPublisher:
 
     ``presence(namespace)`` is a snapshot of the store. ``acknowledge_eviction(token)`` tells the
     store that every scheduler has acknowledged a notice. ``usable_bits()``: bits of the tiers that
-    may be used.
+    may be used; ``asked_bits()``: of those that may hold keys which the index lacks.
     """
 
     def __init__(
@@ -75,11 +75,13 @@ class ReplicaPublisher:
         presence: Callable[[str], Iterable[Added]],
         acknowledge_eviction: Callable[[int], None],
         usable_bits: Callable[[], int],
+        asked_bits: Callable[[], int] = lambda: 0,
     ) -> None:
         self._send = send
         self._presence = presence
         self._acknowledge_eviction = acknowledge_eviction
         self._usable_bits = usable_bits
+        self._asked_bits = asked_bits
         self._replicas: dict[bytes, _ReplicaState] = {}
         self._pending: dict[str, dict[bytes, tuple[int, int, int]]] = {}
         self._tokens: dict[int, tuple[set[bytes], float]] = {}
@@ -92,7 +94,7 @@ class ReplicaPublisher:
         if replica is None:
             replica = self._replicas[route] = _ReplicaState(namespace)
         replica.namespace = namespace
-        self._send(route, Usable(bits=self._usable_bits()))
+        self._send(route, self._usable())
         self._start_snapshot(replica)
 
     def stop(self, route: bytes) -> None:
@@ -117,7 +119,10 @@ class ReplicaPublisher:
     def usable_tiers_changed(self) -> None:
         """Queues a change of the tiers that may be used."""
         for route in self._replicas:
-            self._send(route, Usable(bits=self._usable_bits()))
+            self._send(route, self._usable())
+
+    def _usable(self) -> Usable:
+        return Usable(bits=self._usable_bits(), asked_bits=self._asked_bits())
 
     def evicting(self, namespace: str, token: int, keys: tuple[bytes, ...], now: float) -> None:
         """Queues a notice that keys are about to be evicted from RAM."""
@@ -258,6 +263,7 @@ class Replica:
         "_next_sequence",
         "_resync_requested",
         "_values",
+        "asked_bits",
         "get_value",
         "removals",
         "stale",
@@ -272,6 +278,8 @@ class Replica:
         self.stale = False
         self.usable_bits = ALL_BITS
         """Of tiers that may be used."""
+        self.asked_bits = 0
+        """Of usable tiers that may hold keys which are not in the replica."""
         self.get_value = self._values.get
         """``get_value(key, 0)``: the dictionary's method, for loops over hundreds of keys.
         ``& usable_bits``: bits of the usable tiers; ``>> LOCATION_SHIFT``: the location."""
@@ -296,6 +304,7 @@ class Replica:
         self._resync_requested = False
         self.stale = False
         self.usable_bits = ALL_BITS
+        self.asked_bits = 0
 
     def apply(self, message: Delta | EvictionNotice | Usable) -> EvictionAck | None:
         """Applies one message. The returned message must be sent to tierd.
@@ -306,6 +315,7 @@ class Replica:
             if self.usable_bits & ~message.bits:
                 self.removals += 1
             self.usable_bits = message.bits & ALL_BITS
+            self.asked_bits = message.asked_bits & self.usable_bits
             return None
         if isinstance(message, EvictionNotice):
             for key in message.keys:

@@ -19,7 +19,7 @@ import msgspec
 
 from kvtier import __version__
 
-PROTOCOL = f"{__version__}/8"
+PROTOCOL = f"{__version__}/9"
 SOCKET_NAME = "tierd.sock"
 POOL_NAME = "pool"
 GENERATIONS_NAME = "generations"
@@ -129,7 +129,8 @@ class Promote(Message, frozen=True, kw_only=True):
     For selection ``Cost``: once key i is there, ``ends[i]`` tokens of the prompt are, the first key
     beginning at ``start_tokens``; computing tokens a to b takes the engine ``alpha (b - a) + beta
     (b^2 - a^2)`` seconds (both 0: not known yet). Without ``ends`` the longest prefix is read.
-    ``waited_seconds``: time since the request's deadline clock started.
+    ``waited_seconds``: time since the request's deadline clock started. ``look_up``: keys that are
+    in no index are looked up in the tiers first, within ``lookupTimeoutMilliseconds``.
     """
 
     promotion: int
@@ -140,6 +141,7 @@ class Promote(Message, frozen=True, kw_only=True):
     alpha: float = 0.0
     beta: float = 0.0
     waited_seconds: float = 0.0
+    look_up: bool = False
 
 
 class Cancel(Message, frozen=True, kw_only=True):
@@ -150,7 +152,8 @@ class Cancel(Message, frozen=True, kw_only=True):
 
 class Load(Message, frozen=True, kw_only=True):
     """Scheduler: the workers load ``keys`` from the slots that a ``Delta`` or ``Promoted`` named.
-    tierd keeps them in RAM until ``LoadReleased``. No answer: the load does not wait for this.
+    tierd keeps them in RAM until ``LoadReleased``, and answers ``LoadPinned``. The copies do not
+    wait for the answer.
 
     ``promotion``: the one that prepared it, 0 if none; its pins pass to the load.
     """
@@ -263,22 +266,32 @@ class EvictionNotice(Message, frozen=True, kw_only=True):
 class Usable(Message, frozen=True, kw_only=True):
     """To a scheduler: only tiers with these ``bits`` may be used, until the next such message. A
     tier that is not open, or whose breaker is open, has its keys in the replica and not its bit
-    here. Sent before each snapshot and on change."""
+    here. Sent before each snapshot and on change. ``asked_bits``: of these, tiers that may hold
+    keys which are not in the replica (``Promote.look_up``)."""
 
     bits: int
+    asked_bits: int = 0
 
 
 class Promoted(Message, frozen=True, kw_only=True):
     """The end of a promotion: ``usable`` keys of the prefix are in pinned slots. ``outcome``:
-    "whole", "partial", "failed" or "cancelled"; ``tiers[i]``: index of the tier that key i came
-    from (0: was in RAM); ``locations[i]``: its slot and generation. This may arrive before the
-    ``Delta`` that names them."""
+    "whole", "partial", "failed", "absent" (nothing was found) or "cancelled"; ``tiers[i]``: index
+    of the tier that key i came from (0: was in RAM); ``locations[i]``: its slot and generation.
+    This may arrive before the ``Delta`` that names them."""
 
     promotion: int
     usable: int
     outcome: str
     tiers: tuple[int, ...] = ()
     locations: tuple[int, ...] = ()
+
+
+class LoadPinned(Message, frozen=True, kw_only=True):
+    """To a scheduler: the first ``keys`` keys of this load stay in their slots until
+    ``LoadReleased``."""
+
+    load: int
+    keys: int
 
 
 FromEngine = (
@@ -306,6 +319,7 @@ FromDaemon = (
     | EvictionNotice
     | Usable
     | Promoted
+    | LoadPinned
     | Heartbeat
     | Bye
 )

@@ -21,7 +21,7 @@ exception leaves a tier. Each tier maps foreign errors in one place.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 ALIGNMENT_BYTES = 4096
@@ -127,6 +127,12 @@ class Tier(ABC):
     def configure(self, limits: TierLimits) -> None:
         """Applies changed live settings."""
 
+    @property
+    def asks_on_miss(self) -> bool:
+        """Whether a key that is not in the index may be in the storage nevertheless, so that it is
+        worth a ``probe``. No I/O."""
+        return False
+
     @abstractmethod
     def contains(self, ref: ObjectRef) -> bool:
         """Whether the object is in the index. No I/O."""
@@ -144,6 +150,11 @@ class Tier(ABC):
         """Size and free bytes of the file system that the tier is on, as of the last maintenance;
         zeros while they are unknown. No I/O."""
         return 0, 0
+
+    def counts(self) -> Mapping[tuple[str, str], int]:
+        """Totals since the tier was built that the tier itself counts: by the name of a counter
+        (``store/counters.py``) and its reason. No I/O."""
+        return {}
 
     @abstractmethod
     def probe(self, ref: ObjectRef) -> bool:

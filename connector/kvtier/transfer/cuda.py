@@ -200,6 +200,21 @@ class CudaCopyEngine(CopyEngine):
         mark: object = event
         return mark
 
+    @property
+    def can_order_kernels(self) -> bool:
+        return True
+
+    def order_kernels(self, handles: Sequence[CopyHandle]) -> None:
+        stream = torch.cuda.current_stream(self._device)
+        try:
+            for handle in handles:
+                submission = handle.state
+                if isinstance(submission, _Submission):
+                    stream.wait_event(submission.end)
+        except RuntimeError:
+            # Without an order on the device, the host waits.
+            self.wait_idle()
+
     def close(self) -> None:
         super().close()
         self._lanes.clear()

@@ -250,6 +250,19 @@ class CopyEngine(ABC):
         """Returns a mark in the stream of the engine's kernels; None if kernels are synchronous."""
         return None
 
+    @property
+    def can_order_kernels(self) -> bool:
+        """Whether ``order_kernels`` works."""
+        return False
+
+    def order_kernels(self, handles: Sequence[CopyHandle]) -> None:
+        """Makes the engine's kernels that are launched from now on wait for these submissions, on
+        the device. The engine's thread only.
+
+        Raises ``CopyError`` if the device failed.
+        """
+        raise CopyError("this copy engine has no order with kernels")
+
     def enter_thread(self) -> None:
         """Prepares the transfer thread, which calls it before anything else."""
         return

@@ -107,6 +107,23 @@ def matches(selector: LabelSelector, labels: Mapping[str, str]) -> bool:
     return all(_fulfilled(requirement, labels) for requirement in selector.match_expressions or ())
 
 
+def describe(selector: LabelSelector) -> str:
+    """The selector as kubectl's ``--selector`` takes it."""
+    parts = [f"{key}={value}" for key, value in (selector.match_labels or {}).items()]
+    for each in selector.match_expressions or ():
+        values = f" ({', '.join(each.values or ())})"
+        match each.operator:
+            case Operator.IN:
+                parts.append(f"{each.key} in{values}")
+            case Operator.NOT_IN:
+                parts.append(f"{each.key} notin{values}")
+            case Operator.EXISTS:
+                parts.append(each.key)
+            case Operator.DOES_NOT_EXIST:
+                parts.append(f"!{each.key}")
+    return ",".join(parts)
+
+
 def _fulfilled(requirement: LabelRequirement, labels: Mapping[str, str]) -> bool:
     value = labels.get(requirement.key)
     if requirement.operator is Operator.IN:

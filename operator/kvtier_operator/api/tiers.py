@@ -351,7 +351,11 @@ class TierSpec(Model):
         Field(
             ge=1,
             le=10_000,
-            description="Timeout of a lookup in a tier that does I/O for it. No effect on memory.",
+            description=(
+                "How long a request may wait while a key that is not in the index is looked up in "
+                "a tier that other processes write to. A twentieth of the time to recompute, if "
+                "that is known and shorter. No effect on memory, and on files with one writer."
+            ),
         ),
     ] = 50
     load_timeout_seconds: Annotated[

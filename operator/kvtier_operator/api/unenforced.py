@@ -21,12 +21,9 @@ from kvtier_operator.api.settings import RolloutStrategy
 
 NOT_ENFORCED: Final[dict[str, str]] = {
     "spec.monitoring.podMonitor": "no PodMonitor is created; docs/monitoring.md has one to apply",
-    "spec.tiers[].lookupTimeoutMilliseconds": "loadTimeoutSeconds includes the time of lookups",
 }
 """By path, what this version does instead. An entry for an object covers the fields in it."""
-BY_CONNECTOR: Final[dict[str, frozenset[Connector]]] = {
-    "spec.tiers[].lookupTimeoutMilliseconds": frozenset({Connector.LMCACHE}),
-}
+BY_CONNECTOR: Final[dict[str, frozenset[Connector]]] = {}
 """Connectors that implement a listed field, or that reject it themselves."""
 
 

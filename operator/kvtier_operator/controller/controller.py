@@ -270,7 +270,8 @@ class Controller:
         self._tokens = PolicyTokens(client, settings.controller.resync_seconds, clock)
         self._poller = PodPoller(settings, self.queue.add)
         recorder = EventRecorder(client, clock)
-        cluster = ClusterAccess(self.cache, client, Lookups(client, clock))
+        lookups = Lookups(client, clock, settings.webhook.namespace_selector)
+        cluster = ClusterAccess(self.cache, client, lookups)
         self._pods = PodReconciler(cluster, settings, self._poller, recorder)
         PodMetrics(registry, self._poller, recorder)
         self._reconciler = Reconciler(

@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvtier_operator.api.names import INJECT_LABEL
 from kvtier_operator.api.pods import OwnerReference, Pod, PodSpec, decode, decode_pod
+from kvtier_operator.api.selector import LabelSelector, matches
 from kvtier_operator.controller import objects
 from kvtier_operator.kube.resources import (
     EVENTS,
@@ -37,21 +37,22 @@ TEMPLATE_OWNERS = {"ReplicaSet": REPLICA_SETS, "StatefulSet": STATEFUL_SETS}
 
 
 class Lookups:
-    """For one event loop. ``clock``: monotonic."""
+    """For one event loop. ``clock``: monotonic. ``injected``: the webhook's namespaceSelector."""
 
-    def __init__(self, client: Client, clock: Callable[[], float]) -> None:
+    def __init__(self, client: Client, clock: Callable[[], float], injected: LabelSelector) -> None:
         self._client = client
+        self._injected = injected
         self._clock = clock
         self._answers: OrderedDict[tuple[str, ...], tuple[float, Any]] = OrderedDict()
 
     async def injection_enabled(self, namespace: str) -> bool | None:
-        """Whether the namespace has the label that makes the API server call the webhook; None: not
-        known.
+        """Whether the API server calls the webhook for pods of the namespace, by its labels; None:
+        not known.
         """
         found = await self._cached(
             ("namespace", namespace), lambda: self._client.get(NAMESPACES, None, namespace)
         )
-        return None if found is None else objects.labels(found).get(INJECT_LABEL) == "enabled"
+        return None if found is None else matches(self._injected, objects.labels(found))
 
     async def nodes(self) -> Sequence[Object]:
         """All nodes."""

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtier_operator.api import allowlist
-from kvtier_operator.api.names import INJECT_LABEL
 from kvtier_operator.api.policy import GROUP, KIND, KVTierPolicy
 from kvtier_operator.api.selector import (
     SELECTS_EVERYTHING,
     LabelSelector,
     Operator,
+    describe,
     matches,
     selects_everything,
 )
@@ -128,11 +128,12 @@ def _namespace_warnings(
             f'metadata.namespace: the operator does not watch namespace "{namespace}"; '
             f"it watches: {watched}"
         )
-    unlabelled = namespace_labels is not None and namespace_labels.get(INJECT_LABEL) != "enabled"
+    selector = settings.webhook.namespace_selector
+    unlabelled = namespace_labels is not None and not matches(selector, namespace_labels)
     if unlabelled and policy.spec.attach.mode is AttachMode.WEBHOOK:
         yield (
             f'metadata.namespace: pods in namespace "{namespace}" do not get tiers until the '
-            f"namespace has the label {INJECT_LABEL}=enabled"
+            f"namespace has the label {describe(selector)}"
         )
 
 

@@ -17,7 +17,7 @@ from kvtier.engines.atom.config import engine_name, limits_of, planner_for
 from kvtier.engines.atom.connector import KVTierOffloadConnector, KVTierOffloadScheduler
 from kvtier.engines.atom.metadata import AtomLoad, AtomSave, AtomStepMetadata
 from kvtier.engines.atom.types import KVConnectorOutput, LoadOperationId, SaveOperationId
-from kvtier.engines.vllm.metadata import BlockRun, LoadJob, StoreJob
+from kvtier.engines.common.jobs import BlockRun, LoadJob, StoreJob
 from kvtier.testing.atom_sequence import StandInSequence, Status
 
 

@@ -1,7 +1,7 @@
-"""The adapter under ATOM's own scheduler and block manager, where a copy of their source is given.
+"""The adapter under ATOM's own scheduler and block manager, from a copy of their source.
 
-``KVTIER_ATOM_SOURCE``: a directory with the package ``atom``, or a git repository of it. Nothing of
-it is part of this repository.
+``tests/support/atom_source.py`` finds or fetches that copy. Nothing of it is part of this
+repository.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.support.atom_source import SourceUnavailableError, atom_source
 
-VARIABLE = "KVTIER_ATOM_SOURCE"
 REPOSITORY = Path(__file__).resolve().parents[3]
 SCHEDULES = 100
 PROGRAM = """
@@ -30,19 +30,12 @@ sys.exit(main())
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    given = os.environ.get(VARIABLE, "")
-    if not given:
-        pytest.skip(f"{VARIABLE} names no copy of ATOM's source")
-    path = Path(given)
-    if (path / "atom" / "model_engine" / "scheduler.py").is_file():
-        return path
-    archive = subprocess.run(
-        ["git", "-C", str(path), "archive", "HEAD", "atom"], capture_output=True, check=False
-    )
-    if archive.returncode:
-        pytest.skip(f"{VARIABLE}: {path} holds neither the package nor a repository of it")
-    subprocess.run(["tar", "-x", "-C", str(tmp_path)], input=archive.stdout, check=True)
-    return tmp_path
+    scratch = tmp_path / "atom-source"
+    scratch.mkdir()
+    try:
+        return atom_source(scratch)
+    except SourceUnavailableError as error:
+        pytest.skip(f"no copy of ATOM's source: {error}")
 
 
 def test_random_schedules_under_atoms_own_scheduler(source: Path) -> None:

@@ -20,10 +20,9 @@ importlib.util.find_spec = lambda name, *rest: None if name == "vllm" else found
 sys.meta_path.insert(0, Blocked())
 import kvtier.engines.atom.connector as connector
 from kvtier.engines.atom.metadata import AtomStepMetadata
-from kvtier.engines.vllm.metadata import StepMetadata
 assert not [name for name in sys.modules if name.split(".")[0] == "vllm"], "vllm is visible"
 assert connector.KVTierOffloadScheduler.is_offload and AtomStepMetadata().requests == []
-assert StepMetadata(step=3).step == 3
+assert not [name for name in sys.modules if name.startswith("kvtier.engines.vllm")]
 try:
     import vllm
 except ModuleNotFoundError:

@@ -19,7 +19,7 @@ from kvtier.engines.atom.layout import allow_block_zero, byte_layout, rows_of
 from kvtier.engines.atom.metadata import AtomCancel, AtomLoad, AtomSave, AtomStepMetadata
 from kvtier.engines.atom.types import KVConnectorOutput, LoadOperationId, SaveOperationId
 from kvtier.engines.atom.worker import AtomWorker, RankIdentity
-from kvtier.engines.vllm.metadata import BlockRun, LoadJob, StoreJob
+from kvtier.engines.common.jobs import BlockRun, LoadJob, StoreJob
 from kvtier.tierd.wire import Deliver
 from kvtier.transfer.codec import CodecError
 from kvtier.transfer.cpu import CpuCopyEngine

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from tests.support import webhook_configurations
-from tools.monitoring.alerts import ALERTS
+from tests.unit.chart.rendered import CHART, NAMESPACE, REPOSITORY, one, render
 
 import kvtier
 from kvtier_operator import rbac
@@ -22,34 +21,12 @@ helm = pytest.importorskip(
     "helm_python", reason="the chart is rendered by Helm's own code: helm-python-sdk"
 )
 
-REPOSITORY = Path(__file__).resolve().parents[3]
-CHART = REPOSITORY / "charts" / "kvtier"
-NAMESPACE = "kvtier-system"
 EXPORT = {
     "namespaces": ["serving"],
     "nfs": {"server": "NAS.example", "exportPrefix": "/kv/"},
     "mountOptions": ["vers"],
 }
 DIRECTORY = {"namespaces": ["*"], "hostPath": "/mnt/nvme/kv"}
-
-
-def render(
-    values: dict[str, Any] | None = None, namespace: str = NAMESPACE
-) -> list[dict[str, Any]]:
-    with helm.Chart.load(CHART) as chart:
-        rendered = chart.render(values or {}, name="kvtier", namespace=namespace)
-    texts = [text for name, text in rendered.items() if not name.endswith("NOTES.txt")]
-    return [body for text in texts for body in yaml.safe_load_all(text) if body]
-
-
-def one(objects: list[dict[str, Any]], kind: str, name: str | None = None) -> dict[str, Any]:
-    found = [
-        body
-        for body in objects
-        if body["kind"] == kind and (name is None or body["metadata"]["name"] == name)
-    ]
-    assert len(found) == 1, f"{kind} {name}: {len(found)}"
-    return found[0]
 
 
 def settings_of(objects: list[dict[str, Any]]) -> Settings:
@@ -190,17 +167,15 @@ def test_there_are_two_of_each_that_prefer_different_nodes() -> None:
         ][0]
         labels = term["podAffinityTerm"]["labelSelector"]["matchLabels"]
         assert labels == spec["selector"]["matchLabels"]
-    assert one(objects, "PodDisruptionBudget")["spec"]["minAvailable"] == 1
+        assert one(objects, "PodDisruptionBudget", name)["spec"]["minAvailable"] == 1
     accounts = {body["metadata"]["name"] for body in objects if body["kind"] == "ServiceAccount"}
     assert accounts == {"kvtier-controller", "kvtier-webhook"}
 
 
-def test_a_single_webhook_has_no_disruption_budget() -> None:
-    assert not [
-        body
-        for body in render({"webhook": {"replicas": 1}})
-        if body["kind"] == "PodDisruptionBudget"
-    ]
+def test_a_single_replica_has_no_disruption_budget() -> None:
+    for single, other in (("controller", "webhook"), ("webhook", "controller")):
+        objects = render({single: {"replicas": 1}})
+        assert one(objects, "PodDisruptionBudget")["metadata"]["name"] == f"kvtier-{other}"
 
 
 def test_selectors_have_no_labels_that_an_upgrade_changes() -> None:
@@ -492,6 +467,7 @@ def test_every_setting_can_be_set_by_the_chart() -> None:
         "mutatingConfiguration",
         "validatingConfiguration",
         "extraNames",
+        "matchExpressions",  # may be set, and has no default
         "enabled",  # a process without leader election is for tests
     }
     written = yaml.safe_load(one(render(), "ConfigMap")["data"]["settings.yaml"])
@@ -506,58 +482,3 @@ def test_every_setting_can_be_set_by_the_chart() -> None:
                 check(field.annotation, body[alias], f"{path}.{alias}")
 
     check(Settings, written, "settings")
-
-
-MONITORING = ("PrometheusRule", "PodMonitor")
-
-
-def test_alerts_and_dashboards_are_rendered_on_request_with_links_to_runbooks() -> None:
-    assert [body for body in render() if body["kind"] in MONITORING] == []
-    url = "https://runbooks.example/kvtier"
-    on = {"enabled": True, "labels": {"release": "prometheus"}}
-    values = {"runbooksUrl": url, "prometheusRule": on, "podMonitor": on}
-    objects = render({"monitoring": values})
-    rule = one(objects, "PrometheusRule")
-    assert rule["metadata"]["labels"]["release"] == "prometheus"
-    rules = [each for group in rule["spec"]["groups"] for each in group["rules"]]
-    assert len(rules) == len(ALERTS)
-    for each in rules:
-        assert each["annotations"]["runbook_url"] == f"{url}#{each['alert'].lower()}"
-        assert "{{" not in each["expr"]
-    monitor = one(objects, "PodMonitor")["spec"]
-    for component in ("controller", "webhook"):
-        pod = one(objects, "Deployment", f"kvtier-{component}")["spec"]["template"]
-        assert monitor["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
-        ports = {port["name"] for port in pod["spec"]["containers"][0]["ports"]}
-        assert monitor["podMetricsEndpoints"][0]["port"] in ports
-
-
-def test_each_dashboard_is_a_config_map_that_a_sidecar_of_grafana_finds() -> None:
-    url = "https://runbooks.example/kvtier"
-    shown = {"enabled": True, "annotations": {"grafana_folder": "KVTier"}}
-    objects = render({"monitoring": {"runbooksUrl": url, "dashboards": shown}})
-    found = {
-        body["metadata"]["name"]: body
-        for body in objects
-        if body["metadata"].get("labels", {}).get("grafana_dashboard") == "1"
-    }
-    names = [f"kvtier-dashboard-{path.stem}" for path in (CHART / "files/dashboards").iterdir()]
-    assert sorted(found) == sorted(names)
-    assert len(names) == 3
-    for body in found.values():
-        assert body["metadata"]["annotations"] == {"grafana_folder": "KVTier"}
-        ((file, text),) = body["data"].items()
-        assert file.endswith(".json")
-        dashboard = json.loads(text)
-        assert dashboard["uid"].startswith("kvtier-")
-        assert url in text
-        assert "RUNBOOKS_URL" not in text
-        assert "{{pod}}" in text or "{{policy}}" in text
-
-
-@pytest.mark.parametrize(
-    "values", [{"runbooksUrl": "x"}, {"prometheusRule": {"enable": True}}, {"dashboards": True}]
-)
-def test_invalid_values_for_monitoring_are_rejected(values: dict[str, Any]) -> None:
-    with pytest.raises(Exception, match="monitoring"):
-        render({"monitoring": values})

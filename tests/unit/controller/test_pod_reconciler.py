@@ -81,8 +81,9 @@ class Cluster:
         def clock() -> float:
             return self.now
 
+        lookups = Lookups(self.api, clock, self.settings.webhook.namespace_selector)
         self.reconciler = PodReconciler(
-            ClusterAccess(self.api.cached(), self.api, Lookups(self.api, clock)),
+            ClusterAccess(self.api.cached(), self.api, lookups),
             self.settings,
             FixedReports(self.settings, self.answers),
             EventRecorder(self.api, clock),

@@ -185,7 +185,7 @@ def test_a_pod_without_a_webhook_call_is_missed_and_the_message_gives_the_cause(
     assert view_of(old).reason == view_of(young).reason == "Missed"
     assert "older than the policy" in view_of(old).message
     assert (
-        "does not have the label kvtier.io/inject=enabled"
+        "do not match the webhook's namespaceSelector"
         in view_of(young, injection_enabled=False).message
     )
     assert "the webhook was not called" in view_of(young, injection_enabled=True).message

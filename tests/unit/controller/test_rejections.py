@@ -23,6 +23,7 @@ from kvtier_operator.controller.injection_breaker.rejections import (
 )
 from kvtier_operator.controller.lookups import ClusterAccess, Lookups
 from kvtier_operator.kube.resources import EVENTS, NAMESPACES, POLICIES, REPLICA_SETS
+from kvtier_operator.settings import Settings
 
 POD_SECURITY = (
     'pods "chat-5d-x" is forbidden: violates PodSecurity "baseline:latest": '
@@ -116,7 +117,7 @@ class Story:
     def detect(self, seconds: float = 0) -> list[InjectionFailure]:
         """The failures after so many seconds. Their owners are suspended until a trial ends."""
         self.now += seconds
-        lookups = Lookups(self.api, lambda: self.now)
+        lookups = Lookups(self.api, lambda: self.now, Settings().webhook.namespace_selector)
         detector = RejectionDetector(
             ClusterAccess(self.api.cached(), self.api, lookups),
             self.policy,

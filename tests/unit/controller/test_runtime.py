@@ -62,6 +62,28 @@ def test_an_error_is_one_line_with_its_traceback(stream: io.StringIO) -> None:
     assert "ValueError: bad" in json.loads(line)["error"]
 
 
+def test_debug_lines_are_those_of_the_operator_and_not_of_its_libraries(
+    stream: io.StringIO,
+) -> None:
+    """The Kubernetes client logs the bodies of responses at that level, tokens included."""
+    try:
+        runtime.configure(runtime.LogFormat.TEXT, runtime.LogLevel.DEBUG, stream)
+        logging.getLogger("kubernetes.aio.client.rest").debug("response body: a token")
+        logging.getLogger("kopf.objects").debug("an object")
+        logging.getLogger("kvtier_operator.kube.queue").debug("ours")
+        (line,) = stream.getvalue().splitlines()
+        assert line.endswith("ours")
+        runtime.configure(runtime.LogFormat.TEXT, runtime.LogLevel.ERROR, stream)
+        logging.getLogger("kvtier_operator.kube.queue").warning("a warning")
+        logging.getLogger("kopf").warning("a warning")
+        logging.getLogger("kvtier").error("an error")
+        assert "a warning" not in stream.getvalue()
+        assert "an error" in stream.getvalue()
+    finally:
+        for name in runtime.OWN_LOGGERS:
+            logging.getLogger(name).setLevel(logging.NOTSET)
+
+
 def test_the_context_of_a_log_line_does_not_leak_into_other_tasks(stream: io.StringIO) -> None:
     runtime.configure(runtime.LogFormat.TEXT, stream=stream)
 

@@ -99,7 +99,7 @@ NEEDS: dict[str, dict[str, Any]] = {
 """What a policy must have for a field to matter."""
 REFUSED = ("tiers[].fileSystem.volume.hostPath.type",)
 """Fields with one valid value."""
-UNREAD = {"lookup_timeout_milliseconds", "schema_version", "local_ranks", "hash_seed"}
+UNREAD = {"schema_version", "local_ranks", "hash_seed"}
 """Values of the documents that engine and tierd do not read. The operator puts the last two into
 the engine's environment.
 """

@@ -70,7 +70,6 @@ class TestValidate:
         assert outcome.status == 0
         assert {line.split(": ")[1] for line in outcome.err.splitlines()} == {
             "spec.monitoring.podMonitor",
-            "spec.tiers[1].lookupTimeoutMilliseconds",
         }
         (entry,) = kvtier("validate", "--json", policy).json["files"][0]["policies"]
         assert [each.split(": ")[0] for each in entry["warnings"]] == [

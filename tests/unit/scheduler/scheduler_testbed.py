@@ -20,17 +20,12 @@ from kvtier.config.models import (
     Structural,
     Topology,
 )
-from kvtier.engines.vllm.identity import EngineIdentity
-from kvtier.engines.vllm.lora import AdapterDigests
-from kvtier.engines.vllm.metadata import (
-    LoadJob,
-    LoadResult,
-    StepMetadata,
-    StoreJob,
-    WorkerReport,
-)
+from kvtier.engines.common.jobs import LoadJob, LoadResult, StoreJob
+from kvtier.engines.common.lora import AdapterDigests
+from kvtier.engines.common.model_identity import EngineIdentity
+from kvtier.engines.common.tierd_session import TierdSession
+from kvtier.engines.vllm.metadata import StepMetadata, WorkerReport
 from kvtier.engines.vllm.scheduler import KVTierConnectorScheduler
-from kvtier.engines.vllm.tierd_session import TierdSession
 from kvtier.planner import GroupKind, KVCacheGroup, Planner
 from kvtier.store.generations import pack_location
 from kvtier.tierd.wire import (

@@ -13,13 +13,13 @@ from tests.unit.scheduler.scheduler_testbed import (
 )
 
 from kvtier.config.models import Selection
+from kvtier.engines.common.jobs import LoadResult
 from kvtier.engines.vllm.cost_estimates import (
     COPY_SAMPLE_SECONDS,
     COPY_SAMPLES,
     MIN_COPY_SAMPLES,
     CopyEstimator,
 )
-from kvtier.engines.vllm.metadata import LoadResult
 from kvtier.tierd.wire import Promote
 
 ALPHA = 25e-6

@@ -11,15 +11,13 @@ from typing import Any
 import pytest
 from tests.unit.scheduler.scheduler_testbed import topology
 
-from kvtier.engines.vllm.identity import (
-    IdentityBuilder,
-    describe,
+from kvtier.engines.common.model_identity import (
     model_digest,
     model_source,
     plain,
     rope_depends_on_length,
-    unstable_seed,
 )
+from kvtier.engines.vllm.identity import IdentityBuilder, describe, unstable_seed
 from kvtier.namespace import canonical_json
 from kvtier.planner import GroupKind, KVCacheGroup, Planner
 

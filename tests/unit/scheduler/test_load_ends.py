@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tests.unit.scheduler.scheduler_testbed import CHUNK, DISK, FakeRequest, SchedulerTestbed
 
-from kvtier.engines.vllm.metadata import LoadJob
-from kvtier.tierd.wire import Promote
+from kvtier.engines.common.jobs import LoadJob
+from kvtier.tierd.wire import LoadPinned, LoadReleased, Promote
 
 
 def _loading(
@@ -27,6 +29,42 @@ def test_tokens_count_as_loaded_when_the_load_is_complete(testbed: SchedulerTest
     testbed.report(loads=[testbed.result(job.load, 4)])
     assert counts.loaded_tokens == {"ram": 2 * CHUNK - 32, "disk": CHUNK, "nfs": CHUNK}
     assert not counts.failures
+
+
+def test_a_load_is_released_when_the_copies_of_every_rank_have_ended() -> None:
+    """A rank may report before. The request goes on then, and its slots stay pinned."""
+    testbed = SchedulerTestbed(ranks=2)
+    request, job = _loading(testbed)
+    early = replace(testbed.result(job.load, 4), copying=True)
+    testbed.report(loads=[early])
+    assert not testbed.scheduler.loads.counts.loaded_tokens, "one rank has not reported"
+    testbed.report(loads=[early])
+    assert testbed.scheduler.loads.counts.loaded_tokens == {"ram": 4 * CHUNK}
+    assert testbed.client.take(LoadReleased) == []
+    assert testbed.scheduler.has_pending_work()
+    testbed.run({"r": 50})
+    request.append(1)
+    testbed.finish(request)
+    assert testbed.build().cancelled_loads == [], "for the engine the load is over"
+    ended = replace(testbed.result(job.load, 4), follows=True)
+    testbed.report(loads=[ended])
+    assert testbed.client.take(LoadReleased) == []
+    testbed.report(loads=[ended])
+    assert testbed.client.take(LoadReleased) == [LoadReleased(load=job.load)]
+    assert not testbed.scheduler.loads.counts.failures
+    assert testbed.scheduler.loads.counts.loaded_tokens == {"ram": 4 * CHUNK}
+
+
+def test_workers_hear_of_loads_whose_keys_are_all_pinned(testbed: SchedulerTestbed) -> None:
+    _, job = _loading(testbed)
+    for keys, expected in ((3, ()), (4, (job.load,))):
+        testbed.client.sink(LoadPinned(load=job.load, keys=keys))
+        step = testbed.build()
+        assert (step.pinned_loads, step.idle) == (expected, True)
+    testbed.client.sink(LoadPinned(load=99, keys=4))
+    testbed.admit(testbed.request(50, "other"), 0, 0)
+    step = testbed.build({"other": 50})
+    assert (step.pinned_loads, step.idle) == ((), False)
 
 
 def test_a_request_whose_load_failed_matches_nothing_again(testbed: SchedulerTestbed) -> None:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from tests.unit.scheduler.scheduler_testbed import CHUNK, RAM, FakeRequest, SchedulerTestbed
 
-from kvtier.engines.vllm.lora import AdapterDigests, adapter_digest
+from kvtier.engines.common.lora import AdapterDigests, adapter_digest
 
 
 def _lora(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from tests.unit.scheduler.scheduler_testbed import CHUNK, RAM, SchedulerTestbed
+from tests.unit.scheduler.scheduler_testbed import CHUNK, DISK, RAM, SchedulerTestbed
 
 from kvtier.engines.vllm import engine_signals
 from kvtier.engines.vllm.metadata import WorkerReport
-from kvtier.tierd.wire import Identify, Reserve
+from kvtier.tierd.wire import Cancel, Identify, Promote, Reserve
 
 TOKENS = 300
 CHUNKS = TOKENS // CHUNK
@@ -30,6 +31,19 @@ def _known(testbed: SchedulerTestbed) -> None:
     assert testbed.scheduler.weights.weights == testbed.weights
 
 
+def _request_of_unknown_weights(testbed: SchedulerTestbed) -> Any:
+    """A request whose prefix is held in a namespace of weights without a fingerprint."""
+    _known(testbed)
+    testbed.unknown_weights = "a tensor is missing"
+    testbed.pool.reset_prefix_cache()
+    testbed.run()
+    testbed.client.weights = ()
+    testbed.client.ready("1" * 32, identity=1)
+    request = testbed.request(TOKENS)
+    testbed.hold(request.keys(0, CHUNKS))
+    return request
+
+
 def test_the_first_step_reports_the_weights_without_a_wait(testbed: SchedulerTestbed) -> None:
     request = testbed.request(TOKENS)
     testbed.hold(request.keys(0, CHUNKS))
@@ -48,13 +62,41 @@ def test_after_a_reset_with_the_same_weights_the_namespace_opens_again(
     testbed.hold(before.keys(0, CHUNKS))
     assert testbed.pool.reset_prefix_cache()
     after = testbed.request(TOKENS, "after")
-    assert testbed.ask(after) is None, "the fingerprint is taken in the next step"
+    assert testbed.ask(after) == CHUNKS * CHUNK, "the weights may be the same still"
+    testbed.admit(after, 0, CHUNKS * CHUNK)
     step = testbed.build()
     assert (step.identity, step.report_weights) == (1, True)
-    assert testbed.ask(after) is None
+    assert len(step.loads) == 1
+    assert step.assumed_weights == testbed.weights, "the workers use nothing of other weights"
     testbed.report()
-    assert testbed.ask(after) == CHUNKS * CHUNK
+    assert testbed.build().assumed_weights == ()
+    assert testbed.ask(testbed.request(TOKENS, "later")) == CHUNKS * CHUNK
     assert testbed.client.take(Identify) == []
+
+
+def test_what_was_found_for_assumed_weights_is_forgotten_when_they_are_others(
+    testbed: SchedulerTestbed,
+) -> None:
+    _known(testbed)
+    in_ram, in_a_file = testbed.request(TOKENS, "ram"), testbed.request(TOKENS, "file", seed=1)
+    testbed.hold(in_ram.keys(0, CHUNKS))
+    testbed.hold(in_a_file.keys(0, CHUNKS), DISK)
+    testbed.pool.reset_prefix_cache()
+    assert testbed.ask(in_ram) == CHUNKS * CHUNK
+    assert testbed.ask(in_a_file) is None
+    (promote,) = testbed.client.take(Promote)
+    testbed.weights = ("other",)
+    testbed.run()
+    assert testbed.client.take(Cancel) == [Cancel(promotion=promote.promotion)]
+    assert [testbed.ask(each) for each in (in_ram, in_a_file)] == [0, 0]
+
+
+def test_nothing_is_read_while_unknown_weights_may_have_changed(testbed: SchedulerTestbed) -> None:
+    request = _request_of_unknown_weights(testbed)
+    assert testbed.ask(request) == CHUNKS * CHUNK
+    testbed.pool.reset_prefix_cache()
+    assert testbed.ask(request) is None
+    assert testbed.build().assumed_weights == ("unknown",)
 
 
 def test_after_a_reset_with_other_weights_another_namespace_is_used(
@@ -156,8 +198,9 @@ def test_an_update_of_the_same_weights_without_a_reset_changes_nothing(
     request = testbed.request(TOKENS)
     testbed.hold(request.keys(0, CHUNKS))
     testbed.scheduler.on_engine_signal("reload_weights")
-    assert testbed.ask(request) is None
-    testbed.run()
+    assert testbed.ask(request) == CHUNKS * CHUNK
+    assert testbed.build().assumed_weights == testbed.weights
+    testbed.report()
     assert testbed.ask(request) == CHUNKS * CHUNK
 
 
@@ -177,9 +220,7 @@ def test_weights_that_are_updated_after_the_reset_and_before_a_step_are_used(
 
 
 def test_requests_do_not_wait_for_ever_for_a_fingerprint(testbed: SchedulerTestbed) -> None:
-    _known(testbed)
-    request = testbed.request(TOKENS)
-    testbed.hold(request.keys(0, CHUNKS))
+    request = _request_of_unknown_weights(testbed)
     testbed.pool.reset_prefix_cache()
     assert testbed.ask(request) is None
     testbed.now += 2

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from tests.unit.scheduler.scheduler_testbed import CHUNK, SchedulerTestbed, topology
 
 from kvtier.config.writer import write
+from kvtier.engines.common.worker_transfers import IDENTITY_CHANGED
 from kvtier.engines.vllm import counters
 from kvtier.engines.vllm.connector import tier_names
 from kvtier.engines.vllm.metrics import MAX_OBSERVATIONS, KVTierPromMetrics, KVTierStats
@@ -202,7 +203,8 @@ NOT_EVENTS = ("loaded_bytes", "stored_bytes", "loads_whole", "stores_delivered")
 
 def counted() -> Iterator[tuple[str, str]]:
     """Counter and label value of each place in the connector that counts."""
-    for path in sorted(Path(counters.__file__).parent.glob("*.py")):
+    folder = Path(counters.__file__).parent
+    for path in sorted([*folder.glob("*.py"), *folder.with_name("common").glob("*.py")]):
         for node in ast.walk(ast.parse(path.read_text())):
             yield from _counted_by(node)
 
@@ -256,6 +258,8 @@ def _strings(node: ast.AST) -> list[str]:
         return [*_strings(node.body), *_strings(node.orelse)]
     if isinstance(node, ast.BoolOp):
         return [value for each in node.values for value in _strings(each)]
+    if isinstance(node, ast.Name) and node.id == "IDENTITY_CHANGED":
+        return [IDENTITY_CHANGED]
     return []
 
 

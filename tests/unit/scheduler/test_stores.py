@@ -13,7 +13,7 @@ from tests.unit.scheduler.scheduler_testbed import (
     chunks_of,
 )
 
-from kvtier.engines.vllm.scheduler_stores import (
+from kvtier.engines.common.scheduler_stores import (
     PROGRESS_TIMEOUT_SECONDS,
     RECENTLY_COMMITTED_SECONDS,
 )

@@ -43,6 +43,13 @@ def counted() -> Iterator[tuple[str, str, str, str | None]]:
                     for each in ast.walk(arguments[0]):
                         if isinstance(each, ast.Constant) and isinstance(each.value, str):
                             yield place, "protocol_violations", "", each.value
+                elif owner.endswith("_shared") and function.attr in ("count", "lose"):
+                    # A tier's own totals, which the store adds to its counters.
+                    if function.attr == "lose":
+                        literal = ["tier_announcements_lost", *literal]
+                    yield place, str(literal[0]), "tier", literal[1]
+                elif function.attr == "_on_loss":
+                    yield place, "tier_announcements_lost", "tier", literal[0]
                 elif isinstance(literal[0] if literal else None, str) and (
                     (function.attr == "count" and re.search("context|self$", owner))
                     or (function.attr == "add" and owner.endswith("_counters"))

@@ -41,6 +41,7 @@ class Daemon:
             document, limits, clock=lambda: self.now, max_objects=max_objects
         )
         self.tier.maintenance.start_loop = lambda: None  # type: ignore[method-assign]
+        self.tier.announcement_log.start = lambda: None  # type: ignore[method-assign]
         self.tier.open(self._changed)
 
     def _changed(self, namespace: str, key: bytes, present: bool) -> None:

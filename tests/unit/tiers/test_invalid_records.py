@@ -129,6 +129,7 @@ def test_a_pipe_in_place_of_an_object_is_corrupt_and_does_not_block(tmp_path: Pa
     )
     tier = FileSystemTier(document, TierLimits(64 * MIB))
     tier.maintenance.start_loop = lambda: None  # type: ignore[method-assign]
+    tier.announcement_log.start = lambda: None  # type: ignore[method-assign]
     tier.open(lambda *_: None)
     ref, payload, meta = make_object(1)
     tier.write(ref, payload, meta)

@@ -33,6 +33,7 @@ class Host:
         )
         self.tier = FileSystemTier(document, limits, clock=lambda: self.now)
         self.tier.maintenance.start_loop = lambda: None  # type: ignore[method-assign]
+        self.tier.announcement_log.start = lambda: None  # type: ignore[method-assign]
         self.tier.open(lambda *change: self.changes.append(change))
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,9 +14,9 @@ from tests.unit.worker.worker_testbeds import (
     wait_until,
 )
 
+from kvtier.engines.common.worker_transfers import IDENTITY_CHANGED
 from kvtier.engines.vllm import weights
 from kvtier.engines.vllm.metadata import StepMetadata
-from kvtier.engines.vllm.worker_transfers import IDENTITY_CHANGED
 from kvtier.tierd.wire import Abort, Deliver
 
 A, B = (1, 2, 3, 4), (5, 6, 7, 8)
@@ -57,16 +58,96 @@ def test_of_a_load_from_before_a_change_nothing_is_used(rank_testbed: RankTestbe
     assert taken.invalid_blocks == {*A, *B}
 
 
+@pytest.mark.parametrize(("found", "keys"), [("same", 2), ("other", 0), ("", 0)])
+def test_a_load_for_assumed_weights_ends_when_those_are_known(
+    rank_testbed: RankTestbed, found: str, keys: int
+) -> None:
+    loads = rank_testbed.loads
+    loads.weights_may_have_changed()
+    job = load_job(7, A, B, slots=rank_testbed.slots(0, 1))
+    loads.add([job], None, rank_testbed.clock.now, 1, assumed_weights="same")
+    rank_testbed.run()
+    assert len(loads) == 1
+    assert rank_testbed.taken().loads == [], "nothing is used before the weights are known"
+    loads.weights_known(found)
+    rank_testbed.run()
+    (end,) = rank_testbed.taken().loads
+    assert (end.keys_loaded, end.reason) == (keys, "" if keys else "identity")
+    loads.add([replace(job, load=8)], None, rank_testbed.clock.now, 1, assumed_weights="same")
+    rank_testbed.run()
+    assert rank_testbed.taken().loads[0].keys_loaded == keys, "known weights are compared at once"
+
+
+@pytest.mark.parametrize("stop", ["lost", "limit", "abandon"])
+def test_a_load_that_must_end_does_not_wait_for_the_fingerprint(
+    rank_testbed: RankTestbed, stop: str
+) -> None:
+    loads = rank_testbed.loads
+    loads.weights_may_have_changed()
+    job = load_job(7, A, B, slots=rank_testbed.slots(0, 1))
+    loads.add([job], None, rank_testbed.clock.now, 1, assumed_weights="same")
+    rank_testbed.run()
+    if stop == "abandon":
+        loads.abandon("off")
+    else:
+        loads.stop_all(stop)
+    rank_testbed.run()
+    (end,) = rank_testbed.taken().loads
+    assert (end.keys_loaded, end.reason) == (0, "identity")
+
+
+class _Pending(weights.PendingFingerprint):
+    """A fingerprint that the device computes until ``ready`` is set."""
+
+    ready = False
+
+    @property
+    def done(self) -> bool:
+        return self.ready
+
+
+def test_loads_of_a_step_are_submitted_before_the_fingerprint_is_known(
+    testbed: WorkerTestbed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pending = _Pending(weights.WeightsFingerprint("same"))
+    before = len(testbed.engine.submitted)
+    submitted: list[int] = []
+
+    def begin(config: object) -> weights.PendingFingerprint:
+        submitted.append(len(testbed.engine.submitted) - before)
+        return pending
+
+    monkeypatch.setattr(weights, "begin", begin)
+    step = StepMetadata(
+        step=2,
+        identity=1,
+        report_weights=True,
+        loads=[load_job(7, A, B, slots=testbed.slots(0, 1))],
+        assumed_weights=("same",),
+    )
+    worker = testbed.worker
+    worker.begin_step(step)
+    worker.start_load_kv(step)
+    assert submitted == [1], "copies are submitted first, the fingerprint is started once"
+    for _ in range(3):
+        assert worker.get_finished(set()) == (None, None)
+        assert worker.build_connector_worker_meta().weights == ()
+    pending.ready = True
+    assert worker.get_finished(set()) == (None, {step.loads[0].request_id})
+    report = worker.build_connector_worker_meta()
+    assert (report.identity, report.weights) == (1, ((0, "same", ""),))
+
+
 def test_the_fingerprint_is_taken_once_per_number_before_the_kernels(
     testbed: WorkerTestbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[object] = []
 
-    def take(config: object) -> weights.WeightsFingerprint:
+    def begin(config: object) -> weights.PendingFingerprint:
         taken.append(config)
-        return weights.WeightsFingerprint(f"f{len(taken)}")
+        return weights.PendingFingerprint(weights.WeightsFingerprint(f"f{len(taken)}"))
 
-    monkeypatch.setattr(weights, "take", take)
+    monkeypatch.setattr(weights, "begin", begin)
     worker = testbed.worker
     worker.begin_step(StepMetadata(step=1, identity=0))
     assert taken == []
@@ -85,7 +166,11 @@ def test_the_fingerprint_is_taken_once_per_number_before_the_kernels(
 def test_a_step_with_another_number_voids_stores(
     testbed: WorkerTestbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights, "take", lambda config: weights.WeightsFingerprint("f"))
+    monkeypatch.setattr(
+        weights,
+        "begin",
+        lambda config: weights.PendingFingerprint(weights.WeightsFingerprint("f")),
+    )
     testbed.engine.hold()
     testbed.step(stores=[store_job(3, testbed.slot(0), A)])
     testbed.worker.begin_step(StepMetadata(step=9, identity=1))

@@ -14,8 +14,8 @@ from tests.unit.worker.worker_testbeds import (
     wait_until,
 )
 
-from kvtier.engines.vllm.metadata import BlockRun
-from kvtier.engines.vllm.worker_state import (
+from kvtier.engines.common.jobs import BlockRun
+from kvtier.engines.common.worker_state import (
     CompletionQueue,
     Counters,
     RankContext,

@@ -15,7 +15,7 @@ from tests.unit.worker.worker_testbeds import (
     wait_until,
 )
 
-from kvtier.engines.vllm.worker_state import Completions
+from kvtier.engines.common.worker_state import Completions
 from kvtier.tierd.wire import Deliver
 
 A, B, C = (1, 2, 3, 4), (5, 6, 7, 8), (9, 10, 11, 12)

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from kvtier.engines.vllm import weights
+from kvtier.engines.vllm import tensor_digests, weights, word_sums
+from kvtier.engines.vllm.word_sums import CHUNK_BYTES
+
+KERNEL_PROGRAM = """
+import torch
+from kvtier.engines.vllm.word_sums import CHUNK_BYTES, WordSums
+from kvtier.engines.vllm.word_sums_kernel import sum_chunks
+
+sums = WordSums(torch.device("cpu"))
+parts = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in (1, 4096, CHUNK_BYTES + 8)]
+expected = sums(parts)
+sums._kernel = sum_chunks
+print("equal" if torch.equal(sums(parts), expected) else "different")
+"""
 
 
 class _Packing:
@@ -196,38 +213,55 @@ def test_a_tensor_that_cannot_be_read_is_reported_and_does_not_raise(
     def broken(_: object) -> Any:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(weights, "_storage_bytes", broken)
+    monkeypatch.setattr(tensor_digests, "is_dense", broken)
     assert "out of memory" in _take(_Model()).reason
 
 
-@pytest.mark.parametrize("count", [1, 3, 4, 4095, 4096, 4097, 10_001])
+@pytest.mark.parametrize("count", [1, 3, 4, 4095, 4096, 10_001, CHUNK_BYTES - 4, CHUNK_BYTES + 5])
 def test_sums_on_a_device_equal_a_plain_computation(count: int) -> None:
-    words = 1024
-    data = torch.randint(0, 256, (count,), dtype=torch.uint8)
-    sums = weights._WordSums(torch.device("cpu"), words)
-    padded = bytes(data.tolist()) + bytes(-count % 4)
-    values = [
-        int.from_bytes(padded[start : start + 4], "little", signed=True)
-        for start in range(0, len(padded), 4)
-    ]
-    for column, coefficients in enumerate(each.tolist() for each in sums._coefficients):
-        expected = [
-            sum(a * b for a, b in zip(values[start : start + words], coefficients, strict=False))
-            % (1 << 64)
-            for start in range(0, len(values), words)
-        ]
-        assert [int(each) % (1 << 64) for each in sums(data)[:, column]] == expected
+    generator = np.random.default_rng(count)
+    data = generator.integers(0, 256, count, dtype=np.uint8)
+    sums = word_sums.WordSums(torch.device("cpu"))
+    words = np.concatenate([data, np.zeros(-count % CHUNK_BYTES, np.uint8)]).view(np.int32)
+    lanes = sums._lanes.numpy()
+    expected = []
+    with np.errstate(over="ignore"):
+        for chunk in words.reshape(-1, word_sums.STEPS, word_sums.LANES).astype(np.int64):
+            for column, multiplier in enumerate(word_sums.MULTIPLIERS):
+                value = np.zeros(word_sums.LANES, np.int64)
+                for row in chunk:
+                    value = value * np.int64(multiplier) + row
+                expected.append(int((value * lanes[column]).sum()))
+    assert sums([torch.from_numpy(data)]).flatten().tolist() == expected
 
 
 def test_every_changed_bit_changes_both_sums_on_a_device() -> None:
-    sums = weights._WordSums(torch.device("cpu"), 64)
+    sums = word_sums.WordSums(torch.device("cpu"))
     data = torch.randint(0, 256, (1000,), dtype=torch.uint8)
-    before = sums(data)
+    before = sums([data])
     for position in range(0, 1000, 37):
         for bit in range(8):
             other = data.clone()
             other[position] ^= 1 << bit
-            assert (sums(other) != before).sum() == 2
+            assert (sums([other]) != before).sum() == 2
+
+
+def test_the_kernel_computes_the_same_sums() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", KERNEL_PROGRAM],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout.strip() == "equal", done.stderr[-2000:]
+
+
+def test_sums_of_several_tensors_are_those_of_each() -> None:
+    sums = word_sums.WordSums(torch.device("cpu"))
+    parts = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in (5, CHUNK_BYTES + 1, 8)]
+    assert torch.equal(sums(parts), torch.cat([sums([each]) for each in parts]))
 
 
 def test_installing_twice_wraps_once(monkeypatch: pytest.MonkeyPatch) -> None:

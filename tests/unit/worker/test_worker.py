@@ -20,8 +20,9 @@ from tests.unit.worker.worker_testbeds import (
     wait_until,
 )
 
+from kvtier.engines.common.jobs import LoadJob, StoreJob
 from kvtier.engines.vllm import worker as worker_module
-from kvtier.engines.vllm.metadata import LoadJob, StepMetadata, StoreJob
+from kvtier.engines.vllm.metadata import StepMetadata
 from kvtier.engines.vllm.worker import KVTierConnectorWorker
 from kvtier.tierd.wire import PROTOCOL, Deliver, SessionRefused
 from kvtier.transfer.synthetic_layouts import SyntheticCache, SyntheticGroup, make_every_cache

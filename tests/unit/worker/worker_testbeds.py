@@ -17,9 +17,8 @@ from tests.support.held_copies import HeldCopyEngine
 from tests.support.stub_tierd import FIRST_GENERATION, StubTierd
 
 from kvtier.config.models import Daemon
-from kvtier.engines.vllm.metadata import BlockRun, LoadJob, StepMetadata, StoreJob
-from kvtier.engines.vllm.worker import KVTierConnectorWorker
-from kvtier.engines.vllm.worker_state import (
+from kvtier.engines.common.jobs import BlockRun, LoadJob, StoreJob
+from kvtier.engines.common.worker_state import (
     CompletionQueue,
     Completions,
     Counters,
@@ -27,7 +26,9 @@ from kvtier.engines.vllm.worker_state import (
     RankShards,
     SlotGenerations,
 )
-from kvtier.engines.vllm.worker_transfers import WorkerLoads, WorkerStores
+from kvtier.engines.common.worker_transfers import WorkerLoads, WorkerStores
+from kvtier.engines.vllm.metadata import StepMetadata
+from kvtier.engines.vllm.worker import KVTierConnectorWorker
 from kvtier.tierd.wire import Message, Ready
 from kvtier.tiers.base import ALIGNMENT_BYTES
 from kvtier.transfer.codec import build_codec

@@ -3,7 +3,3 @@
 ``connector`` has the two classes that ATOM creates, ``plugin`` registers them. The scheduler side
 is in ``scheduler``, ``loads`` and ``sequence_state``, the worker side in ``worker`` and ``layout``.
 """
-
-from kvtier.engines.common import neutral
-
-neutral.prepare()

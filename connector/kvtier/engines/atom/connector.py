@@ -21,7 +21,7 @@ from kvtier.engines.atom.scheduler import AtomScheduler
 from kvtier.engines.atom.sequence_state import AtomSequence
 from kvtier.engines.atom.types import KVConnectorOutput
 from kvtier.engines.atom.worker import AtomWorker, RankIdentity, tensor_rank
-from kvtier.engines.vllm.tierd_session import TierdSession
+from kvtier.engines.common.tierd_session import TierdSession
 from kvtier.errors import ConfigurationError, KVTierError
 from kvtier.tierd.supervisor import Supervisor
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from kvtier.config.models import Structural
 from kvtier.engines.atom.token_keys import SEED
-from kvtier.engines.vllm.identity import (
+from kvtier.engines.common.model_identity import (
     EngineIdentity,
     model_source,
     plain,

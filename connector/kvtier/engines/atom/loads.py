@@ -36,8 +36,8 @@ from kvtier.engines.atom.sequence_state import (
     TailPromotion,
 )
 from kvtier.engines.atom.types import LoadOperationId, RequestId
-from kvtier.engines.vllm.metadata import BlockRun, LoadJob
-from kvtier.engines.vllm.tierd_session import TierdSession
+from kvtier.engines.common.jobs import BlockRun, LoadJob
+from kvtier.engines.common.tierd_session import TierdSession
 from kvtier.planner import Planner
 from kvtier.store.cost_model import Prefill
 from kvtier.store.generations import unpack_location

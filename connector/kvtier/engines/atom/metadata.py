@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvtier.engines.atom.types import LoadOperationId, SaveOperationId
-from kvtier.engines.vllm.metadata import LoadJob, StoreJob
+from kvtier.engines.common.jobs import LoadJob, StoreJob
 
 
 @dataclass(frozen=True, slots=True)

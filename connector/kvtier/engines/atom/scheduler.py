@@ -37,9 +37,9 @@ from kvtier.engines.atom.sequence_state import (
     SequenceState,
 )
 from kvtier.engines.atom.types import KVConnectorOutput, RequestId, SaveOperationId
-from kvtier.engines.vllm.metadata import BlockRun, StoreJob
-from kvtier.engines.vllm.scheduler_stores import SchedulerStores
-from kvtier.engines.vllm.tierd_session import TierdSession
+from kvtier.engines.common.jobs import BlockRun, StoreJob
+from kvtier.engines.common.scheduler_stores import SchedulerStores
+from kvtier.engines.common.tierd_session import TierdSession
 from kvtier.planner import Planner
 from kvtier.tierd.wire import Heartbeat, Promoted
 

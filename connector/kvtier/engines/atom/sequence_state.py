@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast
 
 from kvtier.engines.atom.token_keys import TokenChain
 from kvtier.engines.atom.types import RequestId
-from kvtier.engines.vllm.request_state import RequestState
+from kvtier.engines.common.request_state import RequestState
 
 FINISHED = "FINISHED"
 ABORTED = "ABORTED"

@@ -20,8 +20,8 @@ from kvtier.config.models import Daemon, Structural
 from kvtier.engines.atom.layout import allow_block_zero, byte_layout
 from kvtier.engines.atom.metadata import AtomCancel, AtomLoad, AtomSave, AtomStepMetadata
 from kvtier.engines.atom.types import KVConnectorOutput, LoadOperationId, SaveOperationId
-from kvtier.engines.vllm.worker_pool import HostPoolMapper
-from kvtier.engines.vllm.worker_state import (
+from kvtier.engines.common.worker_pool import HostPoolMapper
+from kvtier.engines.common.worker_state import (
     CompletionQueue,
     Counters,
     RankContext,
@@ -29,7 +29,7 @@ from kvtier.engines.vllm.worker_state import (
     SlotGenerations,
     WorkerClient,
 )
-from kvtier.engines.vllm.worker_thread import TransferThread
+from kvtier.engines.common.worker_thread import TransferThread
 from kvtier.errors import KVTierError
 from kvtier.processes import own_identity
 from kvtier.tierd.client import ClientOptions, TierdClient

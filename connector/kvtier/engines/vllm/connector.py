@@ -27,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvtier.config.loader import load_for_engine
+from kvtier.engines.common.tierd_session import TierdSession
 from kvtier.engines.vllm import early_start, engine_signals, weights
 from kvtier.engines.vllm.config import engine_name, planner_for, use_vllm_log_handlers
 from kvtier.engines.vllm.counters import off_reason
@@ -35,7 +36,6 @@ from kvtier.engines.vllm.metadata import StepMetadata, WorkerReport
 from kvtier.engines.vllm.metrics import KVTierPromMetrics, KVTierStats
 from kvtier.engines.vllm.plugin import TOPOLOGY_VARIABLE
 from kvtier.engines.vllm.scheduler import KVTierConnectorScheduler
-from kvtier.engines.vllm.tierd_session import TierdSession
 from kvtier.engines.vllm.worker import KVTierConnectorWorker
 from kvtier.errors import ConfigurationError, KVTierError
 from kvtier.tierd.supervisor import Supervisor

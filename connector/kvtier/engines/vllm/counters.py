@@ -46,7 +46,7 @@ COUNTERS = (
         "reason",
         (
             "address", "asleep", "cancelled", "closing", "copy", "duplicate", "epoch", "gone",
-            "identity", "limit", "lost", "off", "partial", "unknown_report",
+            "identity", "limit", "lost", "off", "partial", "unknown_report", "unpinned",
         ),
     ),
     Metric(
@@ -54,7 +54,7 @@ COUNTERS = (
         "Promotions from secondary tiers, by outcome.",
         "outcome",
         (
-            "whole", "partial", "failed", "cancelled", "lost", "out_of_time",
+            "whole", "partial", "failed", "absent", "cancelled", "lost", "out_of_time",
             "ram_slower_than_recomputing", "too_many_waiting",
         ),
     ),
@@ -76,10 +76,10 @@ COUNTERS = (
         "event",
         (
             "bad_addresses", "copy_errors", "duplicate_loads", "duplicate_requests",
-            "duplicate_stores", "loads_failed", "loads_partial", "lost", "off", "pool_failures",
-            "refused", "shards_refused", "slots_reused", "stores_aborted", "stores_dropped",
-            "stores_stale", "stores_voided", "thread_failures", "unknown_cancels",
-            "unsent_dropped", "weights_hashed",
+            "duplicate_stores", "loads_failed", "loads_partial", "loads_reported_early", "lost",
+            "off", "pins_broken", "pool_failures", "refused", "shards_refused", "slots_reused",
+            "stores_aborted", "stores_dropped", "stores_stale", "stores_voided", "thread_failures",
+            "unknown_cancels", "unsent_dropped", "weights_hashed",
         ),
     ),
     Metric(

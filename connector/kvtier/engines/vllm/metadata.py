@@ -14,52 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-
-@dataclass(frozen=True, slots=True)
-class BlockRun:
-    """Consecutive blocks of one object, and the engine blocks that hold them in GPU memory.
-
-    ``first``: number of the first block within the object; 0 unless a local hit ends inside the
-    chunk.
-    """
-
-    group: int
-    first: int
-    blocks: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class LoadJob:
-    """Copies slots of the host pool into GPU blocks.
-
-    ``runs[i]`` belongs to the i-th key of the load, which is at byte offset ``slots[i]``, as long
-    as the slot's generation word is ``generations[i]``. Keys beyond the end of ``slots`` are no
-    longer in RAM. ``epoch``: the tierd epoch that named the slots; a worker that is attached to
-    another one fails the job. ``timeout_seconds``: how long the worker submits copies, from when it
-    receives the job.
-    """
-
-    load: int
-    request_id: str
-    runs: tuple[BlockRun, ...]
-    timeout_seconds: float
-    epoch: int = 0
-    slots: tuple[int, ...] = ()
-    generations: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class StoreJob:
-    """Copies a whole chunk from GPU blocks into ``slot``, then delivers ``reservation`` to tierd.
-
-    ``slot``: byte offset in the host pool. ``epoch``: the tierd epoch that granted the slot; a
-    worker that is attached to another one drops the job.
-    """
-
-    reservation: int
-    slot: int
-    epoch: int
-    run: BlockRun
+from kvtier.engines.common.jobs import LoadJob, LoadResult, StoreJob
 
 
 @dataclass(slots=True)
@@ -69,32 +24,22 @@ class StepMetadata(KVConnectorMetadata):
     step: int = 0
     loads: list[LoadJob] = field(default_factory=list)
     stores: list[StoreJob] = field(default_factory=list)
+    pinned_loads: tuple[int, ...] = ()
+    """Loads of which tierd has confirmed that every key stays in its slot."""
+    idle: bool = False
+    """Whether the step computes no token."""
     cancelled_loads: list[int] = field(default_factory=list)
     """Loads of aborted requests: submit no further copy, drain, and report."""
     identity: int = 0
-    """The identity number. A worker that does not know it yet fails its loads, drops its stores and
-    takes the fingerprint of its weights, before the step's kernels."""
+    """The identity number. A worker that does not know it yet fails the loads and drops the stores
+    of before, and takes the fingerprint of its weights."""
     report_weights: bool = False
     """Whether the report of this step shall contain the fingerprint."""
+    assumed_weights: tuple[str, ...] = ()
+    """The fingerprints by rank that ``loads`` belong to, while it is not known whether the engine
+    still has these weights; empty if it is. A rank uses nothing of them before it knows."""
     voided_stores: tuple[int, ...] = ()
     """Stores whose source blocks are not referenced any longer: they are not delivered."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadResult:
-    """The end of one load on one rank.
-
-    The first ``keys_loaded`` keys are in GPU memory. ``seconds``: since the worker got the job.
-    ``copy_seconds``: of these, copying on the device; 0 if that is not known.
-    """
-
-    load: int
-    request_id: str
-    keys_loaded: int
-    reason: str = ""
-    seconds: float = 0.0
-    copy_seconds: float = 0.0
-    copied_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -114,7 +59,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
     identity: int = 0
     """The identity number of ``weights``."""
     weights: tuple[tuple[int, str, str], ...] = ()
-    """(rank, fingerprint of its weights, why that is unknown), where it was requested."""
+    """(rank, fingerprint of its weights, why that is unknown), where it was requested and is
+    known."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Combines the reports of two ranks for the same step."""

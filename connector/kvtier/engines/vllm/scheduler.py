@@ -22,14 +22,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvtier.engines.common.lora import AdapterDigests
+from kvtier.engines.common.request_state import GROUP, RequestState
+from kvtier.engines.common.scheduler_stores import BlockPool, SchedulerStores
+from kvtier.engines.common.tierd_session import TierdSession
 from kvtier.engines.vllm.cost_estimates import PrefillEstimator, StepTokens
-from kvtier.engines.vllm.lora import AdapterDigests
 from kvtier.engines.vllm.metadata import StepMetadata, WorkerReport
 from kvtier.engines.vllm.metrics import KVTierStats
-from kvtier.engines.vllm.request_state import GROUP, RequestState
 from kvtier.engines.vllm.scheduler_loads import LoadCounts, SchedulerLoads
-from kvtier.engines.vllm.scheduler_stores import BlockPool, SchedulerStores
-from kvtier.engines.vllm.tierd_session import TierdSession
 from kvtier.engines.vllm.weights_state import WeightsState
 from kvtier.planner import Planner
 from kvtier.tierd.wire import Heartbeat, Promoted
@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 MAX_UNREPORTED_STEPS = 1_024
 """vLLM has a handful of steps in flight; beyond this the workers do not report at all."""
 CLOSE_SECONDS = 2.0
+UNKNOWN_WEIGHTS = "unknown"
+"""Equal to no fingerprint: loads that depend on it fail."""
 EXECUTED_STATUSES = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"})
 """Statuses that result from the output of an executed step."""
 
@@ -132,7 +134,7 @@ class KVTierConnectorScheduler:
         ):
             self.loads.cancel_promotion(state)
             return 0, False
-        if not self.weights.usable:
+        if not self.weights.usable and not self.session.replica_ready:
             # The step that the workers take the fingerprint in comes next.
             waits = self.weights.worth_waiting and self.session.ready is not None
             return (None if waits else 0), False
@@ -221,9 +223,12 @@ class KVTierConnectorScheduler:
             step=self._step,
             loads=loads,
             stores=stores,
+            pinned_loads=self.loads.take_pinned(),
+            idle=not output.num_scheduled_tokens,
             cancelled_loads=cancelled,
             identity=self.weights.number,
             report_weights=self.weights.report_needed,
+            assumed_weights=self._assumed_weights(),
             voided_stores=self.stores.take_voided(),
         )
 
@@ -241,6 +246,15 @@ class KVTierConnectorScheduler:
             identity=self.weights.number,
             voided_stores=self.stores.take_voided(),
         )
+
+    def _assumed_weights(self) -> tuple[str, ...]:
+        """The fingerprints that the loads of this step belong to, while it is not known whether the
+        engine still has these weights."""
+        if self.weights.known:
+            return ()
+        ready = self.session.ready
+        known = ready.weights if ready is not None else ()
+        return known or (UNKNOWN_WEIGHTS,) * self._planner.ranks
 
     def _storable_chunks(self, state: RequestState) -> int:
         request, planner = state.request, self._planner
@@ -363,11 +377,10 @@ class KVTierConnectorScheduler:
         """
         self.weights.rise(reset=reset)
         logger.info("KVTier: identity %d: %s", self.weights.number, cause)
-        self.session.suspend()
+        self.session.suspend(assumed=self.weights.assumed)
         self.stores.reset()
-        self.loads.reset()
+        self._forget_matches()
         for state in self._states.values():
-            state.cached_match = None
             if state.scheduled:
                 state.skip_reason = state.skip_reason or "reset"
 
@@ -377,13 +390,22 @@ class KVTierConnectorScheduler:
             return
         if state.stale:
             self.session.suspend(stale=True)
+            self._forget_matches()
             return
-        self.session.identify(state.number, state.weights, state.reason)
+        if not self.session.identify(state.number, state.weights, state.reason):
+            # What was found for the assumed weights belongs to others.
+            self._forget_matches()
         logger.info(
             "KVTier: identity %d: %s",
             state.number,
             f"the weights are unknown: {state.reason}" if state.reason else "the weights are known",
         )
+
+    def _forget_matches(self) -> None:
+        """Forgets what lookups have found, promotions included."""
+        self.loads.reset()
+        for state in self._states.values():
+            state.cached_match = None
 
     def has_pending_work(self) -> bool:
         """Returns whether an engine without requests should keep stepping, so that copies end."""

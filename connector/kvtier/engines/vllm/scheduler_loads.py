@@ -6,8 +6,9 @@
 2. A promotion is pending: None (ask again) until it ends or its deadline passes.
 3. The promotion has ended: the promoted prefix, if it is long enough.
 4. The last match is still valid: the same again.
-5. The best prefix needs a secondary tier, or unverified RAM: request a promotion and return None.
-   If too many requests wait, or the request's time is up, continue with what RAM holds.
+5. The best prefix needs a secondary tier, or unverified RAM, or it ends at a key that a tier may
+   hold although the replica lacks it: request a promotion and return None. If too many requests
+   wait, or the request's time is up, continue with what RAM holds.
 6. Stores of the request are in flight: None, for a bounded time.
 7. The prefix that is in RAM.
 
@@ -22,10 +23,11 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from kvtier.config.models import Selection
+from kvtier.engines.common.jobs import BlockRun, LoadJob, LoadResult
+from kvtier.engines.common.request_state import CachedMatch, PendingPromotion, RequestState
+from kvtier.engines.common.tierd_session import TierdSession
 from kvtier.engines.vllm.cost_estimates import CopyEstimator, PrefillEstimator
-from kvtier.engines.vllm.metadata import BlockRun, LoadJob, LoadResult
-from kvtier.engines.vllm.request_state import CachedMatch, PendingPromotion, RequestState
-from kvtier.engines.vllm.tierd_session import TierdSession
+from kvtier.engines.vllm.miss_lookups import MissLookups
 from kvtier.planner import Planner
 from kvtier.store.cost_model import Prefill
 from kvtier.store.generations import unpack_location
@@ -61,7 +63,8 @@ class ActiveLoad:
     ``chunk_tokens[i]``: tokens that key i covers. ``source_tiers``: where the keys were before they
     were promoted; empty if nothing was. ``keys_loaded`` and ``failure`` come from the workers'
     reports. ``epoch``: of the session that was told of the load. ``expires_at``: when the workers
-    have reported, unless something is wrong.
+    have reported, unless something is wrong. A rank may report before its copies have ended, so
+    there are two counts of ranks.
     """
 
     load_id: int
@@ -69,7 +72,8 @@ class ActiveLoad:
     first_chunk: int
     chunk_tokens: tuple[int, ...]
     source_tiers: tuple[int, ...]
-    ranks_left: int
+    ranks_unreported: int
+    ranks_copying: int
     keys_loaded: int
     epoch: int
     expires_at: float
@@ -96,11 +100,13 @@ class LoadCounts:
 
 @dataclass(frozen=True, slots=True)
 class _LoadPrefix:
-    """Chunks to promote, for a request whose first ``computed_tokens`` tokens are in GPU memory."""
+    """Chunks to promote, for a request whose first ``computed_tokens`` tokens are in GPU memory.
+    ``look_up``: the replica does not have the last ones."""
 
     computed_tokens: int
     first_chunk: int
     keys: int
+    look_up: bool = False
 
 
 class SchedulerLoads:
@@ -120,6 +126,7 @@ class SchedulerLoads:
         self._hashes_per_chunk = planner.hashes_per_chunk
         self._session = session
         self._prefill = prefill
+        self._lookups = MissLookups(planner, session, prefill)
         self._copies = CopyEstimator()
         self._clock = clock
         self._ids = count(1)
@@ -183,7 +190,7 @@ class SchedulerLoads:
     ) -> int | None:
         """Returns the promoted tokens; None while the request waits; 0 if the promotion is over."""
         if promotion.usable_keys is None:
-            if now < promotion.deadline:
+            if now < promotion.deadline and not self._lookups.expired(promotion, now):
                 return None
             self.counts.promotions["out_of_time"] += 1
             self.cancel_promotion(state)
@@ -217,7 +224,10 @@ class SchedulerLoads:
             if chunk_bits & MEMORY_BIT and ram_chunks == len(bits):
                 ram_chunks += 1
             bits.append(chunk_bits)
-        if ram_chunks < len(bits) and self._promote(state, computed_tokens, bits, now):
+        unknown = self._lookups.keys(computed_tokens, len(bits), end - first)
+        if (ram_chunks < len(bits) or unknown) and self._promote(
+            state, computed_tokens, bits, now, unknown
+        ):
             return None
         ram_tokens = planner.tokens(first + ram_chunks) - computed_tokens if ram_chunks else 0
         if ram_tokens < max(1, live.min_load_tokens):
@@ -244,11 +254,17 @@ class SchedulerLoads:
     # Promotions.
 
     def _promote(
-        self, state: RequestState, computed_tokens: int, bits: Sequence[int], now: float
+        self,
+        state: RequestState,
+        computed_tokens: int,
+        bits: Sequence[int],
+        now: float,
+        unknown: int = 0,
     ) -> bool:
         """Requests a promotion of the best prefix; returns whether the request has to wait.
 
-        ``bits[i]``: the tiers that hold the i-th chunk of the prefix.
+        ``bits[i]``: the tiers that hold the i-th chunk of the prefix. ``unknown``: how many keys
+        after it tierd looks up.
         """
         if state.promotion_tried:
             # Otherwise a tier that fails immediately gets a request in every step.
@@ -258,23 +274,27 @@ class SchedulerLoads:
             return False
         planner, session = self._planner, self._session
         first = planner.chunks(computed_tokens)
-        sources = [0 if b & RAM_BITS else (b & -b).bit_length() - 1 for b in bits]
-        weights = [session.tier(index).load_weight for index in range(max(sources) + 1)]
-        tokens = [planner.chunk_tokens] * len(bits)
-        tokens[0] -= computed_tokens - planner.tokens(first)
-        chosen = choose_prefix(session.live.selection, sources, weights, tokens).chosen
-        if chosen is None or chosen.tokens < max(1, session.live.min_load_tokens):
-            return False
-        if all(b & MEMORY_BIT for b in bits[: chosen.keys]):
-            return False
+        tiers = self._lookups.tiers(bits, unknown)
+        keys = len(bits) + unknown
+        if not unknown:
+            sources = [0 if b & RAM_BITS else (b & -b).bit_length() - 1 for b in bits]
+            weights = [session.tier(index).load_weight for index in range(max(sources) + 1)]
+            tokens = [planner.chunk_tokens] * len(bits)
+            tokens[0] -= computed_tokens - planner.tokens(first)
+            chosen = choose_prefix(session.live.selection, sources, weights, tokens).chosen
+            if chosen is None or chosen.tokens < max(1, session.live.min_load_tokens):
+                return False
+            if all(b & MEMORY_BIT for b in bits[: chosen.keys]):
+                return False
+            tiers, keys = chosen.tiers, chosen.keys
         timeout: float = max(
-            (session.tier(tier).load_timeout_seconds for tier in chosen.tiers if tier),
+            (session.tier(tier).load_timeout_seconds for tier in tiers if tier),
             default=VERIFY_TIMEOUT_SECONDS,
         )
         prefill = self._prefill.estimate() if session.live.selection is Selection.COST else None
         if prefill is not None:
             # tierd ends the promotion by then; this also holds if tierd does not answer.
-            end = planner.tokens(first + chosen.keys)
+            end = planner.tokens(first + keys)
             timeout = min(timeout, (1 + LOSS_SHARE) * prefill.seconds(computed_tokens, end))
         waited = now - state.lookup_started_at if state.lookup_started_at is not None else 0.0
         budget = timeout - waited
@@ -283,15 +303,18 @@ class SchedulerLoads:
         if state.stores_in_flight and not self._store_wait_expired(state, now):
             return True
         promotion_id = next(self._ids)
-        prefix = _LoadPrefix(computed_tokens, first, chosen.keys)
+        prefix = _LoadPrefix(computed_tokens, first, keys, bool(unknown))
         if not session.send(self._promote_message(promotion_id, state, prefix, budget, waited)):
             return False
         state.cached_match = None
         state.promotion_tried = True
         deadline = now + budget + PROMOTION_GRACE_SECONDS
-        state.pending_promotion = PendingPromotion(
-            promotion_id, first, chosen.keys, deadline, session.epoch
-        )
+        promotion = PendingPromotion(promotion_id, first, keys, deadline, session.epoch)
+        if unknown and all(b & MEMORY_BIT for b in bits):
+            seconds = self._lookups.seconds(computed_tokens, len(bits), keys)
+            promotion.lookup_deadline = now + seconds + PROMOTION_GRACE_SECONDS
+            promotion.lookup_key = state.keys(self._hashes_per_chunk)[first + len(bits)]
+        state.pending_promotion = promotion
         self._pending[promotion_id] = state
         return True
 
@@ -306,7 +329,12 @@ class SchedulerLoads:
         """Under selection ``Cost`` tierd decides, so it gets the cost of computing the prompt."""
         keys = state.wire_keys(prefix.first_chunk, prefix.keys)
         if self._session.live.selection is not Selection.COST:
-            return Promote(promotion=promotion_id, keys=keys, budget_seconds=budget_seconds)
+            return Promote(
+                promotion=promotion_id,
+                keys=keys,
+                budget_seconds=budget_seconds,
+                look_up=prefix.look_up,
+            )
         prefill = self._prefill.estimate() or Prefill(0.0, 0.0)
         first = prefix.first_chunk + 1
         ends = tuple(self._planner.tokens(chunk) for chunk in range(first, first + prefix.keys))
@@ -319,6 +347,7 @@ class SchedulerLoads:
             alpha=prefill.alpha,
             beta=prefill.beta,
             waited_seconds=waited_seconds,
+            look_up=prefix.look_up,
         )
 
     def on_promoted(self, message: Promoted) -> None:
@@ -339,7 +368,8 @@ class SchedulerLoads:
         if promotion is None:
             return
         self._pending.pop(promotion.promotion_id, None)
-        self._session.send(Cancel(promotion=promotion.promotion_id))
+        if promotion.usable_keys != 0:
+            self._session.send(Cancel(promotion=promotion.promotion_id))
 
     # Loads.
 
@@ -392,7 +422,8 @@ class SchedulerLoads:
             first_chunk=first,
             chunk_tokens=tuple(part.blocks * block_tokens for part in parts),
             source_tiers=promotion.tiers if promotion is not None else (),
-            ranks_left=planner.ranks,
+            ranks_unreported=planner.ranks,
+            ranks_copying=planner.ranks,
             keys_loaded=len(parts),
             epoch=session.epoch,
             expires_at=now + timeout + REPORT_GRACE_SECONDS,
@@ -440,33 +471,55 @@ class SchedulerLoads:
         cancelled, self._cancelled_loads = self._cancelled_loads, []
         return jobs, cancelled
 
+    def take_pinned(self) -> tuple[int, ...]:
+        """Returns the loads of which tierd has pinned every key since the last call."""
+        pinned = []
+        while self._session.pinned_loads:
+            number, keys = self._session.pinned_loads.popleft()
+            load = self._active.get(number)
+            if load is not None and keys == len(load.chunk_tokens):
+                pinned.append(number)
+        return tuple(pinned)
+
     def on_load_done(self, result: LoadResult) -> None:
-        """Takes one rank's report of the end of a load."""
+        """Takes one rank's report of a load, or of the end of its copies."""
         load = self._active.get(result.load)
         if load is None:
             self.counts.failures["unknown_report"] += 1
             return
-        load.ranks_left -= 1
-        load.keys_loaded = min(load.keys_loaded, result.keys_loaded)
+        if result.follows:
+            if result.reason:
+                self.counts.failures["unpinned"] += 1
+        else:
+            load.ranks_unreported -= 1
+            load.keys_loaded = min(load.keys_loaded, result.keys_loaded)
+            load.seconds = max(load.seconds, result.seconds)
+            load.failure = load.failure or result.reason
+            if load.ranks_unreported == 0:
+                self._on_reported(load)
+        if result.copying:
+            return
+        load.ranks_copying -= 1
         load.copy_seconds = max(load.copy_seconds, result.copy_seconds)
-        load.seconds = max(load.seconds, result.seconds)
-        load.failure = load.failure or result.reason
-        if load.ranks_left > 0:
+        if load.ranks_copying > 0:
             return
         del self._active[result.load]
         if load.epoch == self._session.epoch:
             self._session.send(LoadReleased(load=result.load))
+        if load.keys_loaded == len(load.chunk_tokens):
+            self._copies.observe(sum(load.chunk_tokens), load.copy_seconds, self._clock())
+
+    def _on_reported(self, load: ActiveLoad) -> None:
+        """Every rank has reported, so vLLM resumes the request."""
         state = load.state
-        if state.load_id == result.load:
+        if state.load_id == load.load_id:
             state.load_id = 0
         for index, tokens in enumerate(load.chunk_tokens[: load.keys_loaded]):
             tier = load.tier(index)
             self.counts.loaded_tokens[self._session.tier_name(tier)] += tokens
             self.loaded_tokens[tier] += tokens
         self.counts.load_seconds.append(load.seconds)
-        if load.keys_loaded == len(load.chunk_tokens):
-            self._copies.observe(sum(load.chunk_tokens), load.copy_seconds, self._clock())
-        else:
+        if load.keys_loaded < len(load.chunk_tokens):
             loaded_end = load.first_chunk + load.keys_loaded
             state.load_failed = state.load_end is not None or load.keys_loaded < 2
             state.load_end = loaded_end - 1

@@ -27,17 +27,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from blake3 import blake3
 
+from kvtier.engines.vllm.tensor_digests import DIGEST_DIGITS, TensorDigests
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = logging.getLogger(__name__)
-PIECE_WORDS = 1 << 20
-"""Words of 4 bytes that are summed at once on a device: 32 MiB of scratch memory in all, which is
-released before ``take`` returns."""
-DIGEST_DIGITS = 32
 _WRAPPED = "_kvtier_wrapped"
-# The constants of splitmix64 as signed numbers.
-_GOLDEN, _MIX1, _MIX2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,45 +138,92 @@ def _capture(layer: object) -> None:
         return
     started = time.perf_counter()
     try:
-        hasher = _Hasher()
-        found = {name: hasher.parameter(each) for name, each in _own_parameters(layer)}
-        digests = {name: digest for name, digest in found.items() if digest}
-        _models.consumed.setdefault(layer, {}).update(digests)
+        digests = TensorDigests()
+        for name, each in _own_parameters(layer):
+            digests.add(name, each)
+        digests.start()
+        _models.consumed.setdefault(layer, {}).update(digests.finish())
     except Exception as error:
         _models.consumed.pop(layer, None)
         logger.exception("KVTier: cannot hash the weights of a layer: %s", error)
     _models.capture_seconds += time.perf_counter() - started
 
 
-def take(vllm_config: VllmConfig) -> WeightsFingerprint:
-    """Returns the fingerprint of the models of the worker that has ``vllm_config``.
+class PendingFingerprint:
+    """A fingerprint that the device may still compute. The worker's thread only."""
 
-    Reads every weight, on the caller's thread, which must be the worker's: no update may run at the
-    same time. Never raises.
+    def __init__(self, known: WeightsFingerprint | None, models: _ModelDigests | None = None):
+        self._known = known
+        self._models = models
+        self._started_at = time.perf_counter()
+
+    @property
+    def done(self) -> bool:
+        """Whether ``result`` does not wait. Never raises."""
+        if self._known is not None or self._models is None:
+            return True
+        try:
+            return self._models.digests.done
+        except Exception:  # noqa: BLE001 - result names the error
+            return True
+
+    def result(self) -> WeightsFingerprint:
+        """Returns the fingerprint; waits until the device has computed it. Never raises."""
+        if self._known is None:
+            self._known = self._finish()
+            self._models = None
+        return self._known
+
+    def _finish(self) -> WeightsFingerprint:
+        models = self._models
+        if models is None:
+            return WeightsFingerprint("", "no fingerprint was taken")
+        try:
+            digests = {**models.digests.finish(), **models.consumed}
+        except Exception as error:  # noqa: BLE001 - it is logged, and the weights are unknown
+            return _unreadable(error)
+        seconds = time.perf_counter() - self._started_at
+        hashed = models.digests.hashed_bytes
+        if models.missing:
+            names = ", ".join(models.missing[:3]) + (", ..." if len(models.missing) > 3 else "")
+            reason = f"{len(models.missing)} weights cannot be read: {names}"
+            return WeightsFingerprint("", reason, seconds, hashed)
+        return WeightsFingerprint(_combined(digests), "", seconds, hashed)
+
+
+def take(vllm_config: VllmConfig) -> WeightsFingerprint:
+    """Returns the fingerprint that ``begin`` describes. Waits for it; never raises."""
+    return begin(vllm_config).result()
+
+
+def begin(vllm_config: VllmConfig) -> PendingFingerprint:
+    """Begins to read every weight of the worker that has ``vllm_config``.
+
+    On the worker's thread: what it has launched before is seen, and no update may be launched
+    before the result is there, or the result means nothing. Never raises.
     """
-    started = time.perf_counter()
     try:
         reason = _moving_weights(vllm_config)
         if reason:
-            return WeightsFingerprint("", reason)
+            return PendingFingerprint(WeightsFingerprint("", reason))
         if not _models.installed:
-            return WeightsFingerprint(
-                "", "the weights were loaded before KVTier could see them; set KVTIER_TOPOLOGY"
-            )
+            reason = "the weights were loaded before KVTier could see them; set KVTIER_TOPOLOGY"
+            return PendingFingerprint(WeightsFingerprint("", reason))
         worker = _worker_of(vllm_config)
         if worker is None:
-            return WeightsFingerprint("", "the worker that holds the weights was not found")
-        hasher = _Hasher()
-        digests, missing = _model_digests(worker, hasher)
-    except Exception as error:
-        logger.exception("KVTier: cannot take the fingerprint of the weights")
-        return WeightsFingerprint("", f"cannot read the weights: {type(error).__name__}: {error}")
-    seconds = time.perf_counter() - started
-    if missing:
-        names = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-        reason = f"{len(missing)} weights cannot be read: {names}"
-        return WeightsFingerprint("", reason, seconds, hasher.hashed_bytes)
-    return WeightsFingerprint(_combined(digests), "", seconds, hasher.hashed_bytes)
+            reason = "the worker that holds the weights was not found"
+            return PendingFingerprint(WeightsFingerprint("", reason))
+        models = _ModelDigests()
+        models.add(worker)
+        models.digests.start()
+    except Exception as error:  # noqa: BLE001 - it is logged, and the weights are unknown
+        return PendingFingerprint(_unreadable(error))
+    return PendingFingerprint(None, models)
+
+
+def _unreadable(error: Exception) -> WeightsFingerprint:
+    logger.error("KVTier: cannot take the fingerprint of the weights", exc_info=error)
+    return WeightsFingerprint("", f"cannot read the weights: {type(error).__name__}: {error}")
 
 
 def watch_sleep(
@@ -246,46 +289,43 @@ def _draft_of(worker: Any) -> Any | None:
     return None
 
 
-def _model_digests(worker: Any, hasher: _Hasher) -> tuple[dict[str, str], list[str]]:
-    """Returns digests by name, and the names of weights that cannot be read."""
-    digests: dict[str, str] = {}
-    missing: list[str] = []
-    seen: set[int] = set()
-    for prefix, model in (("", worker.get_model()), ("draft.", _draft_of(worker))):
-        if model is None:
-            continue
-        for path, module in model.named_modules():
-            # With LoRA enabled a layer is wrapped, and its weights are named differently.
-            where = f"{prefix}{path}.".replace(".base_layer.", ".")
-            _add_module(module, where, hasher, seen, digests, missing)
-    return digests, missing
+class _ModelDigests:
+    """The digests of all tensors of a worker's models, and the names of those that are missing."""
 
+    def __init__(self) -> None:
+        self.digests = TensorDigests()
+        self.consumed: dict[str, str] = {}
+        self.missing: list[str] = []
+        self._seen: set[int] = set()
 
-def _add_module(
-    module: torch.nn.Module,
-    where: str,
-    hasher: _Hasher,
-    seen: set[int],
-    digests: dict[str, str],
-    missing: list[str],
-) -> None:
-    present: set[str] = set()
-    registered = [*_own_parameters(module), *module.named_buffers(recurse=False)]
-    for name, tensor in registered:
-        if tensor.device.type == "meta":
-            missing.append(f"{where}{name} (not loaded)")
-        elif tensor.numel():
-            present.add(name)
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                digests[where + name] = hasher.parameter(tensor)
-    consumed = _models.consumed.get(module, {})
-    for name in _models.created.get(module, frozenset(consumed)) - present:
-        if name not in consumed:
-            missing.append(where + name)
-    for name, digest in consumed.items():
-        if name not in present:
-            digests[f"{where}{name} (consumed)"] = digest
+    def add(self, worker: Any) -> None:
+        """Adds the models of ``worker``."""
+        for prefix, model in (("", worker.get_model()), ("draft.", _draft_of(worker))):
+            if model is None:
+                continue
+            for path, module in model.named_modules():
+                # With LoRA enabled a layer is wrapped, and its weights are named differently.
+                self._add_module(module, f"{prefix}{path}.".replace(".base_layer.", "."))
+
+    def _add_module(self, module: torch.nn.Module, where: str) -> None:
+        present: set[str] = set()
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is None:
+                continue
+            if tensor.device.type == "meta":
+                self.missing.append(f"{where}{name} (not loaded)")
+            elif tensor.numel():
+                present.add(name)
+                if id(tensor) not in self._seen:
+                    self._seen.add(id(tensor))
+                    self.digests.add(where + name, tensor)
+        consumed = _models.consumed.get(module, {})
+        for name in _models.created.get(module, frozenset(consumed)) - present:
+            if name not in consumed:
+                self.missing.append(where + name)
+        for name, digest in consumed.items():
+            if name not in present:
+                self.consumed[f"{where}{name} (consumed)"] = digest
 
 
 def _own_parameters(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -297,104 +337,3 @@ def _combined(digests: dict[str, str]) -> str:
     for name in sorted(digests):
         total.update(f"{name}\0{digests[name]}\0".encode())
     return str(total.hexdigest()[:DIGEST_DIGITS])
-
-
-class _Hasher:
-    """Digests of tensors: dtype, shape, strides and every byte.
-
-    Tensors in host memory are hashed with BLAKE3. On other devices two multilinear sums modulo 2^64
-    over 32-bit words are computed for each piece, with fixed odd coefficients, and BLAKE3 hashes
-    the sums. One changed word always changes both sums; different pieces have equal sums with a
-    probability of 2^-64. Integer sums do not depend on their order.
-    """
-
-    def __init__(self) -> None:
-        self.hashed_bytes = 0
-        self._sums: dict[torch.device, _WordSums] = {}
-
-    def parameter(self, tensor: torch.Tensor) -> str:
-        """Returns the digest; empty for a tensor without elements or without data."""
-        if tensor.device.type == "meta" or not tensor.numel():
-            return ""
-        digest = blake3()
-        for name, leaf in _leaves("", tensor.detach()):
-            header = f"{name}\0{leaf.dtype}\0{tuple(leaf.shape)}\0{tuple(leaf.stride())}\0"
-            digest.update(header.encode())
-            data = _storage_bytes(leaf)
-            self.hashed_bytes += data.numel()
-            if data.device.type == "cpu":
-                digest.update(data.numpy())
-            else:
-                sums = self._sums.setdefault(data.device, _WordSums(data.device))
-                digest.update(sums(data).cpu().numpy().tobytes())
-        return str(digest.hexdigest()[:DIGEST_DIGITS])
-
-
-def _leaves(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the plain tensors in a tensor subclass or in a shared weight."""
-    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-
-    partitions = getattr(tensor, "partitions", None)
-    if isinstance(partitions, dict) and partitions:
-        for key, each in partitions.items():
-            yield from _leaves(f"{name}.{key}", each)
-    elif is_traceable_wrapper_subclass(tensor):
-        for attribute in tensor.__tensor_flatten__()[0]:
-            yield from _leaves(f"{name}.{attribute}", getattr(tensor, attribute))
-    else:
-        yield name, tensor
-
-
-def _storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the bytes in storage order as a vector: a view, or a copy of a tensor with gaps."""
-    order = sorted(range(tensor.dim()), key=lambda each: (-tensor.stride(each), each))
-    dense = tensor.permute(order) if tensor.dim() else tensor
-    if not dense.is_contiguous():
-        dense = tensor.contiguous()
-    return dense.reshape(-1).view(torch.uint8)
-
-
-class _WordSums:
-    """Two multilinear sums for each piece of a vector of bytes, on one device."""
-
-    def __init__(self, device: torch.device, piece_words: int = PIECE_WORDS) -> None:
-        self._words = piece_words
-        self._coefficients = [_coefficients(piece_words, seed, device) for seed in (1, 2)]
-        self._wide = torch.empty(piece_words, dtype=torch.int64, device=device)
-        self._product = torch.empty(piece_words, dtype=torch.int64, device=device)
-
-    def __call__(self, data: torch.Tensor) -> torch.Tensor:
-        """Returns int64 [pieces, 2]. ``data``: uint8 [n], contiguous. Does not synchronize."""
-        step = self._words * 4
-        pieces = -(-data.numel() // step)
-        # One result tensor, written in place: a tensor per sum would fragment the allocator.
-        sums = torch.zeros(pieces, 2, dtype=torch.int64, device=data.device)
-        for number in range(pieces):
-            piece = data[number * step : (number + 1) * step]
-            if piece.numel() % 4 or piece.data_ptr() % 4:
-                padded = torch.zeros(
-                    -(-piece.numel() // 4) * 4, dtype=torch.uint8, device=data.device
-                )
-                padded[: piece.numel()] = piece
-                piece = padded
-            words = piece.view(torch.int32)
-            count = words.numel()
-            wide, product = self._wide[:count], self._product[:count]
-            wide.copy_(words)
-            for column, coefficients in enumerate(self._coefficients):
-                torch.mul(wide, coefficients[:count], out=product)
-                torch.sum(product, dim=0, out=sums[number, column])
-        return sums
-
-
-def _coefficients(count: int, seed: int, device: torch.device) -> torch.Tensor:
-    """Returns pseudo-random odd numbers (splitmix64), int64 [count]."""
-    value = torch.arange(1, count + 1, dtype=torch.int64, device=device)
-    value = (value + seed * (1 << 40)) * _GOLDEN
-    value = (value ^ _logical_shift(value, 30)) * _MIX1
-    value = (value ^ _logical_shift(value, 27)) * _MIX2
-    return (value ^ _logical_shift(value, 31)) | 1
-
-
-def _logical_shift(value: torch.Tensor, bits: int) -> torch.Tensor:
-    return (value >> bits) & ((1 << (64 - bits)) - 1)

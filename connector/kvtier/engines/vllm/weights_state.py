@@ -1,10 +1,13 @@
 """Which weights the engine has now, as the scheduler side knows them.
 
 The *identity number* rises whenever the weights may have changed: vLLM's prefix cache was reset, an
-RPC went to the workers, or the scheduler was resumed. From then on nothing is loaded or stored
-until every rank has taken the fingerprint of its weights again, which each does in the first step
-that carries the new number. Sleep and trainers reset the cache first and change the weights
-afterwards, so the fingerprint is never taken at the reset itself.
+RPC went to the workers, or the scheduler was resumed. From then on nothing that is loaded is used,
+and nothing is stored, until every rank has taken the fingerprint of its weights again, which each
+does in the first step that carries the new number. Sleep and trainers reset the cache first and
+change the weights afterwards, so the fingerprint is never taken at the reset itself.
+
+Most resets change no weights. So loads from the namespace of before begin at once, with the
+fingerprints that they assume, and a rank that finds another fingerprint fails them.
 
 If the weights changed and the prefix cache was not reset since, vLLM's own blocks are stale as
 well. Nothing is loaded or stored then until the next reset. The scheduler's thread only.
@@ -32,6 +35,8 @@ class WeightsState:
         self.known = True
         """Whether the weights at ``number`` are known. At the start tierd knows them from the
         handshakes of the workers."""
+        self.assumed = False
+        """Whether the weights were known before the number rose, and may be the same still."""
         self.stale = False
         """Whether the weights changed without a reset of the prefix cache."""
         self.weights: tuple[str, ...] = ()
@@ -62,6 +67,7 @@ class WeightsState:
     def rise(self, *, reset: bool) -> None:
         """The weights may have changed. ``reset``: the prefix cache is empty now."""
         self.number += 1
+        self.assumed = self.usable or self.assumed
         self.known = False
         self._reset |= reset
         self._risen_at = self._clock()
@@ -91,7 +97,7 @@ class WeightsState:
         self.reason = next((reason for _, reason in by_rank.values() if reason), "")
         self.weights = () if self.reason else tuple(by_rank[rank][0] for rank in sorted(by_rank))
         became_known = not self.known
-        self.known = True
+        self.known, self.assumed = True, False
         unchanged = bool(self.weights) and self.weights == self._cached
         self.stale = not (self._reset or unchanged)
         if self._reset:

@@ -23,11 +23,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvtier.config.models import Daemon, Structural
-from kvtier.engines.vllm import weights
-from kvtier.engines.vllm.config import engine_name
-from kvtier.engines.vllm.metadata import StepMetadata, WorkerReport
-from kvtier.engines.vllm.worker_pool import HostPoolMapper
-from kvtier.engines.vllm.worker_state import (
+from kvtier.engines.common.worker_pool import HostPoolMapper
+from kvtier.engines.common.worker_state import (
     CompletionQueue,
     Completions,
     Counters,
@@ -36,7 +33,10 @@ from kvtier.engines.vllm.worker_state import (
     SlotGenerations,
     WorkerClient,
 )
-from kvtier.engines.vllm.worker_thread import TransferThread
+from kvtier.engines.common.worker_thread import TransferThread
+from kvtier.engines.vllm import weights
+from kvtier.engines.vllm.config import engine_name
+from kvtier.engines.vllm.metadata import StepMetadata, WorkerReport
 from kvtier.errors import KVTierError
 from kvtier.processes import own_identity
 from kvtier.tierd.client import ClientOptions, TierdClient
@@ -55,6 +55,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 SHUTDOWN_SECONDS = 2.0
+EARLY_BYTES = 512 << 20
+"""An engine that computes nothing may resume a request while so much of its load is being copied,
+about 10 ms at 50 GB/s: launching the kernels of its step takes as long. A request that arrives in
+this time waits for the copies too."""
 WorkerClientFactory = Callable[
     [Path, Callable[[], Hello], Callable[[Message], None], Callable[[str], None]], WorkerClient
 ]
@@ -106,6 +110,9 @@ class KVTierConnectorWorker:
         self._codec: Codec | None = None
         self._weights = weights.WeightsFingerprint("", "no fingerprint was taken")
         self._identity = 0
+        self._fingerprint_due = False
+        self._pending_weights: weights.PendingFingerprint | None = None
+        """The fingerprint at ``_identity`` while the device computes it."""
         self._begun: StepMetadata | None = None
         self._off_reason = "no KV cache is registered"
         self._metadata: StepMetadata | None = None
@@ -227,22 +234,43 @@ class KVTierConnectorWorker:
         )
 
     def begin_step(self, metadata: object) -> None:
-        """Before the step's kernels: drops stores whose blocks the kernels may overwrite, and takes
-        the fingerprint of the weights if they may have changed.
+        """Before the step's kernels: drops stores whose blocks the kernels may overwrite, and
+        begins to take the fingerprint of the weights if they may have changed.
 
-        vLLM runs updates of weights on the same thread, so none is in progress. Idempotent.
+        vLLM runs updates of weights on the same thread, so none is in progress, and one that comes
+        before the fingerprint is known raises the number again. Loads of the step are submitted
+        first. Idempotent.
         """
         if not isinstance(metadata, StepMetadata) or metadata is self._begun:
             return
         self._begun = metadata
+        if self._thread is not None:
+            self._thread.order_kernels()
         changed = metadata.identity > self._identity
         if self._thread is not None and (changed or metadata.voided_stores):
             self._thread.void_stores(None if changed else metadata.voided_stores)
         if not changed:
             return
         self._identity = metadata.identity
-        self._weights = weights.take(self._vllm_config)
+        self._pending_weights, self._fingerprint_due = None, True
+        if not metadata.loads:
+            self._begin_fingerprint()
+
+    def _begin_fingerprint(self) -> None:
+        if self._fingerprint_due:
+            self._fingerprint_due = False
+            self._pending_weights = weights.begin(self._vllm_config)
+
+    def _take_fingerprint(self) -> None:
+        """Takes the fingerprint if the device has computed it."""
+        self._begin_fingerprint()
+        pending = self._pending_weights
+        if pending is None or not pending.done:
+            return
+        self._weights, self._pending_weights = pending.result(), None
         self._counters.add("weights_hashed")
+        if self._thread is not None:
+            self._thread.weights_known(self._weights.text)
         logger.info(
             "KVTier: rank %d hashed %d MB of weights in %.2f s, because they may have changed%s",
             self._rank,
@@ -252,7 +280,10 @@ class KVTierConnectorWorker:
         )
 
     def suspend_copies(self) -> None:
-        """Ends all copies before the memory of the KV cache is released. Blocks until none runs."""
+        """Ends all copies before the memory of the KV cache is released. Blocks until none runs,
+        and until the weights, whose memory may be released too, are not read."""
+        if self._pending_weights is not None:
+            self._pending_weights.result()
         if self._thread is not None:
             self._thread.suspend()
 
@@ -272,7 +303,15 @@ class KVTierConnectorWorker:
         if self._thread is None:
             self._completions.reject_loads(metadata.loads, "off")
             return
-        self._thread.submit_loads(tuple(metadata.loads), tuple(metadata.cancelled_loads), fence)
+        assumed = metadata.assumed_weights
+        known = self._rank < len(assumed)
+        self._thread.submit_loads(
+            tuple(metadata.loads),
+            tuple(metadata.cancelled_loads),
+            fence,
+            assumed[self._rank] if known else "unknown rank" if assumed else "",
+        )
+        self._begin_fingerprint()
 
     def wait_for_save(self) -> None:
         """Submits the stores of a step. Despite vLLM's name it does not wait."""
@@ -302,8 +341,10 @@ class KVTierConnectorWorker:
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Takes what has ended since the last step: (None, ids of requests whose load ended)."""
         self.wait_for_save()
-        if self._thread is not None:
-            self._thread.poll()
+        self._take_fingerprint()
+        metadata = self._metadata
+        if self._thread is not None and metadata is not None:
+            self._thread.poll(metadata.pinned_loads, EARLY_BYTES if metadata.idle else 0)
         self._completed = self._completions.take()
         return None, self._completed.recving or None
 
@@ -332,9 +373,14 @@ class KVTierConnectorWorker:
             attached_epoch=self._completions.epoch,
             identity=self._identity,
             weights=((self._rank, self._weights.text, self._weights.reason),)
-            if metadata is not None and metadata.report_weights
+            if metadata is not None and metadata.report_weights and self._weights_settled
             else (),
         )
+
+    @property
+    def _weights_settled(self) -> bool:
+        """Whether ``_weights`` are those of the identity number."""
+        return self._pending_weights is None and not self._fingerprint_due
 
     def take_counts(self) -> dict[str, int]:
         """Returns the counts since the last call."""

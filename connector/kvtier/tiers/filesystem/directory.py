@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Container
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvtier.tiers.base import OnChange, TierLimits
+from kvtier.tiers.filesystem.announcements import Announcements
 from kvtier.tiers.filesystem.index import Index
 from kvtier.tiers.filesystem.layout import Modes
 
@@ -25,7 +26,7 @@ class TierDirectory:
 
     ``limits``: the live limits. ``shared``: other processes write here. ``on_change`` announces
     objects that appeared or were removed. ``in_use``: namespaces of engines of this process.
-    ``clock``: monotonic seconds, for leases.
+    ``clock``: monotonic seconds, for leases. ``announcements``: what other processes are told.
     """
 
     root: Path
@@ -36,6 +37,7 @@ class TierDirectory:
     on_change: OnChange = _no_change
     in_use: Callable[[], Container[str]] = frozenset
     clock: Callable[[], float] = time.monotonic
+    announcements: Announcements = field(default_factory=lambda: Announcements(False))
 
     def drop(self, namespace: str, key: bytes) -> None:
         """The object no longer exists: removes it from the index and announces it."""

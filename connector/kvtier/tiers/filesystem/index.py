@@ -182,9 +182,10 @@ class Index:
         """
         return self._add(namespace, key, size_bytes, size_bytes, previous)
 
-    def add(self, namespace: str, key: bytes, size_bytes: int) -> bool:
-        """An object exists and was used. True if it is new to the index."""
-        return self._add(namespace, key, size_bytes, 0, b"")
+    def add(self, namespace: str, key: bytes, size_bytes: int, previous: bytes = b"") -> bool:
+        """An object exists and was used. True if it is new to the index. ``previous``: as for
+        ``publish``."""
+        return self._add(namespace, key, size_bytes, 0, previous)
 
     def _add(
         self, namespace: str, key: bytes, size_bytes: int, reserved_bytes: int, previous: bytes

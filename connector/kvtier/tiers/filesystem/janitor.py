@@ -16,6 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.tiers.filesystem import record
+from kvtier.tiers.filesystem.announcements import (
+    LogRole,
+    log_blocks,
+    log_bytes,
+    reported_blocks,
+)
 from kvtier.tiers.filesystem.directory import TierDirectory
 from kvtier.tiers.filesystem.election import (
     HEARTBEAT_SECONDS,
@@ -108,7 +114,9 @@ class Janitor:
     @property
     def limit_bytes(self) -> int:
         """What may be charged."""
-        return limit_bytes(self._directory.limits().capacity_bytes, len(self._writers))
+        capacity, writers = self._directory.limits().capacity_bytes, len(self._writers)
+        logs = log_bytes(capacity, writers) if self._directory.announcements.enabled else 0
+        return limit_bytes(capacity, writers) - logs
 
     def grant_bytes(self) -> int:
         """Size of a grant."""
@@ -133,6 +141,8 @@ class Janitor:
                 for name, writer in self._writers.items()
             },
         )
+        if self._directory.announcements.enabled:
+            document["logs"] = self._logs()
         try:
             record.rewrite(self._path / LEDGER, document)
         except OSError as error:
@@ -144,6 +154,29 @@ class Janitor:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
         self._settled_paths.clear()
+
+    def _logs(self) -> list[int]:
+        """What the ledger says about logs (``announcements.role_in_ledger``)."""
+        each, leader = log_blocks(self._directory.limits().capacity_bytes, len(self._writers))
+        written = self._directory.announcements.written(True, self._path)
+        # A writer whose record has not been read says nothing yet.
+        complete = all(
+            not writer.record or reported_blocks(writer.record) is not None
+            for writer in self._writers.values()
+        )
+        return [each, leader, written, int(complete)]
+
+    def log_role(self, path: Path | None, name: str) -> LogRole:
+        """The role of the leader, which is the writer of that name and directory."""
+        each, leader = log_blocks(self._directory.limits().capacity_bytes, len(self._writers))
+        others = {
+            other: blocks
+            for other, writer in self._writers.items()
+            if other != name and (blocks := reported_blocks(writer.record)) is not None
+        }
+        return LogRole(
+            path, self._path, True, each, leader, writers=others, count=len(self._writers)
+        )
 
     # Writers.
 
@@ -410,6 +443,8 @@ class Janitor:
             freed += DIRECTORY_BYTES
         self.evicted += 1
         self._directory.drop(namespace, key)
+        if freed:
+            self._directory.announcements.removed(namespace, key)
         return freed
 
     def credit(self, namespace: str, path: str, size_bytes: int) -> None:

@@ -6,6 +6,8 @@
 <root>/.kvtier/janitor-<term>/offer-<writer>.<number>   a grant that is not yet taken up
 <root>/.kvtier/writers/<writer>/record        a writer's record
 <root>/.kvtier/writers/<writer>/grant-<number>-<bytes>  a grant that it took up
+<root>/.kvtier/janitor-<term>/announcements   what all writers announce (announcements.py)
+<root>/.kvtier/writers/<writer>/announcements what that writer announces
 <root>/.kvtier/writers/<writer>/t-<random>    a file being written; renamed when it is complete
 
 Processes of different releases share a directory: names and formats do not change.
@@ -23,6 +25,7 @@ LEDGER = "ledger"
 PREVIOUS = "previous"
 RECORD = "record"
 WRITERS = "writers"
+ANNOUNCEMENTS = "announcements"
 IDENTITY = "identity.json"
 WORKING_PREFIX = "t-"
 DIRECTORY_BYTES = 4096

@@ -18,8 +18,11 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 from kvtier.errors import TierError, TierNoSpaceError, TierUnavailableError
+from kvtier.tiers.filesystem.announcements import LogRole, role_in_ledger
 from kvtier.tiers.filesystem.directory import TierDirectory
 from kvtier.tiers.filesystem.election import (
     HEARTBEAT_SECONDS,
@@ -34,7 +37,7 @@ from kvtier.tiers.filesystem.election import (
 )
 from kvtier.tiers.filesystem.io import GONE, NO_SPACE, tier_error
 from kvtier.tiers.filesystem.janitor import Janitor
-from kvtier.tiers.filesystem.layout import CONTROL, make_directory
+from kvtier.tiers.filesystem.layout import CONTROL, make_directory, term_path
 from kvtier.tiers.filesystem.quota import ByteAllocation, ByteGrants, Writer
 from kvtier.tiers.filesystem.scan_scheduler import ScanScheduler
 from kvtier.tiers.filesystem.walker import DirectoryScan, object_path
@@ -79,6 +82,7 @@ class DirectoryMaintenance:
         self._watch = LeaseWatch()
         self._term = 0
         self._grant_bytes = 0
+        self._followed_role = LogRole()
         self._busy_until = float("-inf")
         self._room_made_at = float("-inf")
         self._root_identity: tuple[int, int] | None = None
@@ -283,6 +287,7 @@ class DirectoryMaintenance:
 
     def _renew(self, now: float, *, supersede: bool = False) -> None:
         """Everything that must not wait long: heartbeats, requests, answers."""
+        self._prepare_record()
         if self.janitor is None:
             self._follow(now, supersede)
         self.writer.settle()
@@ -296,6 +301,21 @@ class DirectoryMaintenance:
             self._follow(now, False)
             self.writer.settle()
             self.writer.write_record(now)
+        self._publish_role()
+
+    def _prepare_record(self) -> None:
+        announcements, path = self._directory.announcements, self.writer.path
+        if announcements.enabled:
+            self.writer.announced = announcements.written(False, path) if path else 0
+
+    def _publish_role(self) -> None:
+        """Tells ``announcement_log`` what this process is."""
+        path, janitor = self.writer.path, self.janitor
+        self._directory.announcements.role = (
+            replace(self._followed_role, path=path)
+            if janitor is None
+            else janitor.log_role(path, self.writer.name)
+        )
 
     def _request_grants(self) -> None:
         requested, least = self.grants.requested_bytes()
@@ -315,6 +335,7 @@ class DirectoryMaintenance:
             if not self.writer.registered:
                 return
             ledger = read_ledger(self._root, self._term) if self._term else None
+        self._note_logs(ledger)
         if ledger is not None:
             self._grant_bytes = int(ledger.get("quantum", 0))
             if self.writer.registered:
@@ -331,6 +352,17 @@ class DirectoryMaintenance:
         self._term = inherited.term
         self.janitor = Janitor(self._directory, self.writer.name, inherited)
         self._lead(now, supersede)
+
+    def _note_logs(self, ledger: dict[str, Any] | None) -> None:
+        each, leader, written, complete = role_in_ledger(ledger)
+        self._followed_role = LogRole(
+            term_path=term_path(self._root, self._term) if ledger is not None else None,
+            writer_blocks=each,
+            leader_blocks=leader,
+            expected=written,
+            count=len(ledger["writers"]) if ledger is not None else 1,
+            complete=complete,
+        )
 
     def _current_term(self) -> int:
         try:
@@ -419,6 +451,8 @@ def remove_oldest(directory: TierDirectory) -> list[tuple[str, str, int]]:
                 raise
             size = 0
         directory.drop(*victim)
+        if size:
+            directory.announcements.removed(*victim)
         removed.append((victim[0], path, size))
         surplus -= size
     return removed

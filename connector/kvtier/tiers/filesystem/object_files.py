@@ -17,6 +17,7 @@ from kvtier.tiers.checksum import preferred
 from kvtier.tiers.filesystem import io
 from kvtier.tiers.filesystem.format import HEADER_BYTES, clear_padding, is_foreign, write_header
 from kvtier.tiers.filesystem.layout import Modes
+from kvtier.tiers.filesystem.record import is_nfs
 from kvtier.tiers.filesystem.seal import (
     PIECE_BYTES,
     Encryptor,
@@ -42,6 +43,27 @@ class ObjectFiles:
     def keys(self) -> KeySet | None:
         """The keys in effect; None if objects have no tag. Raises ``TierKeyMissingError``."""
         return None if self._sealing is None else self._sealing.keys()
+
+    def revalidate(self, path: str) -> bool:
+        """Makes the file system forget that the object at ``path`` did not exist, and returns
+        whether it may exist now. False if the file system does not cache that.
+
+        An NFS client remembers names that do not exist for as long as it trusts what it knows of
+        their directory, up to a minute. Opening a directory makes it ask the server whether that
+        has changed. Raises ``OSError``.
+        """
+        directories = [os.path.dirname(path)]
+        for _ in range(2):
+            directories.append(os.path.dirname(directories[-1]))
+        root = os.path.dirname(directories[-1])
+        if not is_nfs(os.stat(root).st_dev):
+            return False
+        for directory in reversed(directories):
+            try:
+                os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+            except FileNotFoundError:
+                return False
+        return True
 
     def read(self, path: str, ref: ObjectRef, into: memoryview) -> tuple[ObjectMeta, float]:
         """Reads an object of exactly the size of ``into``, verifies it and decrypts it in place.

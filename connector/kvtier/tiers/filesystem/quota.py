@@ -21,7 +21,7 @@ A writer rewrites its record at least every ``HEARTBEAT_SECONDS``. Its fields on
 ``ask`` (number of the latest request) with ``bytes`` and ``least``; ``used``, the bytes in files of
 every grant; ``settled``, the grants that ended with their used bytes, until the ledger accounts for
 them; ``closed``; ``full`` and ``recount``, counters that are incremented when the file system is
-full and when the ledger may be wrong.
+full and when the ledger may be wrong; ``log``, how many blocks its log of announcements has had.
 """
 
 from __future__ import annotations
@@ -336,6 +336,8 @@ class Writer:
         self.server_time = 0.0
         """The file system's clock at the latest heartbeat, in seconds since its epoch."""
         self.revocations = 0
+        self.announced: int | None = None
+        """Blocks of this writer's log of announcements; None: it does not announce."""
         self._root = root
         self._modes = modes
         self._grants = grants
@@ -349,6 +351,11 @@ class Writer:
     def registered(self) -> bool:
         """Whether this writer has a directory, as far as it knows."""
         return bool(self.name)
+
+    @property
+    def path(self) -> Path | None:
+        """This writer's directory; None if it has none."""
+        return self._path if self.registered else None
 
     def lease_valid(self, now: float) -> bool:
         """Whether the lease holds at ``now``. If not, the leader may have fenced this writer."""
@@ -418,6 +425,8 @@ class Writer:
         self._document["used"] = {
             str(number): used for number, used in self._grants.used_bytes().items()
         }
+        if self.announced is not None:
+            self._document["log"] = self.announced
         try:
             self.server_time = record.rewrite(self._path / RECORD, self._document)
         except OSError as error:

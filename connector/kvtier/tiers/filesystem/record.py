@@ -50,7 +50,7 @@ def create(path: Path, document: dict[str, Any], modes: Modes) -> None:
         if modes.gid is not None:
             os.fchown(descriptor, -1 if modes.uid is None else modes.uid, modes.gid)
             os.fchmod(descriptor, modes.file)
-        _bypass_cache(descriptor)
+        bypass_cache(descriptor)
         os.pwrite(descriptor, _encoded(document), 0)
     finally:
         os.close(descriptor)
@@ -62,7 +62,7 @@ def rewrite(path: Path, document: dict[str, Any]) -> float:
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
-        _bypass_cache(descriptor)
+        bypass_cache(descriptor)
         os.pwrite(descriptor, _encoded(document), 0)
         return os.fstat(descriptor).st_mtime
     finally:
@@ -84,7 +84,7 @@ def _content(path: Path) -> bytes:
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             return b""
-        if not _bypass_cache(descriptor):
+        if not bypass_cache(descriptor):
             with os.fdopen(descriptor, "rb", closefd=False) as file:
                 return file.read(MAX_BYTES)
         size = _FIRST_BYTES
@@ -100,9 +100,9 @@ def _content(path: Path) -> bytes:
         os.close(descriptor)
 
 
-def _bypass_cache(descriptor: int) -> bool:
+def bypass_cache(descriptor: int) -> bool:
     """Turns on direct I/O if the file is on NFS."""
-    if not _is_nfs(os.fstat(descriptor).st_dev):
+    if not is_nfs(os.fstat(descriptor).st_dev):
         return False
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     try:
@@ -113,7 +113,8 @@ def _bypass_cache(descriptor: int) -> bool:
 
 
 @functools.lru_cache(maxsize=64)
-def _is_nfs(device: int) -> bool:
+def is_nfs(device: int) -> bool:
+    """Whether this device (``st_dev``) is an NFS mount of this process."""
     device_id = f"{os.major(device)}:{os.minor(device)}"
     try:
         lines = Path("/proc/self/mountinfo").read_text().splitlines()

@@ -20,10 +20,11 @@ from kvtier.tiers.filesystem.walker import ABANDONED_SECONDS, DirectoryScan
 _log = logging.getLogger("kvtier.tiers.filesystem")
 
 REFRESH_SECONDS = 10.0
-"""Between two scans of a shared directory, and between two requested counts. A scan takes at most a
-quarter of the time."""
+"""Between two scans of a shared directory by its leader, or by a process to which not everything is
+announced, and between two requested counts. A scan takes at most a quarter of the time."""
 RECOUNT_SECONDS = 3600.0
-"""Between two counts of a directory that only this process writes."""
+"""Between two counts of a directory that only this process writes, and between two scans of one
+whose changes are announced."""
 ENTRIES_PER_SECOND = 5_000
 """Pace of a scan in the background: a few per cent of one core on a local disk, and what an NFS
 server answers beside its other work."""
@@ -57,6 +58,7 @@ class ScanScheduler:
         self._scan: DirectoryScan | None = None
         self._counter: Janitor | None = None
         """The janitor for which the current scan counts."""
+        self._losses = 0
         self._scan_due_at = self._recount_due_at = float("-inf")
         self._paced_at = self._started_at = 0.0
         self._previous_at = float("inf")
@@ -79,7 +81,13 @@ class ScanScheduler:
         """The part of a scan that is due at ``now``, if any."""
         janitor = self._janitor()
         if self._scan is None or self._counter is not janitor:
-            early = janitor is not None and (janitor.recount_requested or self._index.wants_scan)
+            if janitor is not None:
+                early = (
+                    self._directory.shared or janitor.recount_requested or self._index.wants_scan
+                )
+            else:
+                # What announcements tell needs no scan.
+                early = not self._directory.announcements.complete
             due = now >= (self._recount_due_at if early else self._scan_due_at)
             if due and (self._directory.shared or janitor is not None):
                 self._begin()
@@ -94,6 +102,7 @@ class ScanScheduler:
         janitor = self._counter = self._janitor()
         if janitor is not None:
             janitor.begin_count()
+        self._losses = self._directory.announcements.losses
         now = self._server_time() or time.time()
         on_counted = None if janitor is None else self._count
         self._scan = DirectoryScan(self._directory, now, self._previous_at, on_counted)
@@ -123,14 +132,14 @@ class ScanScheduler:
     def _end(self, scan: DirectoryScan) -> None:
         now = self._clock()
         took = now - self._started_at
-        interval = REFRESH_SECONDS if self._directory.shared else RECOUNT_SECONDS
         self._recount_due_at = now + max(REFRESH_SECONDS, 3 * took)
-        self._scan_due_at = now + max(interval, 3 * took)
+        self._scan_due_at = now + max(RECOUNT_SECONDS, 3 * took)
         self._index.set_extra(scan.result.other_bytes)
         self._scan = None
         janitor, unreadable = self._counter, scan.result.report.unreadable
         if not unreadable:
             self._index.end_scan()
+            self._directory.announcements.repaired(self._losses)
         if janitor is not None and unreadable:
             _log.warning(
                 "%s: discarded the count of the directory: cannot read %d names",

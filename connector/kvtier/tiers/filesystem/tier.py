@@ -21,7 +21,7 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,6 +48,8 @@ from kvtier.tiers.base import (
     aligned,
 )
 from kvtier.tiers.filesystem import io
+from kvtier.tiers.filesystem.announcement_log import AnnouncementLog
+from kvtier.tiers.filesystem.announcements import Announcements
 from kvtier.tiers.filesystem.directory import TierDirectory
 from kvtier.tiers.filesystem.format import HEADER_BYTES
 from kvtier.tiers.filesystem.index import MAX_INDEXED_OBJECTS, Index
@@ -119,8 +121,11 @@ class FileSystemTier(Tier):
             on_change=self._changed,
             in_use=lambda: self._described,
             clock=clock,
+            announcements=Announcements(self.capabilities.shared, clock),
         )
+        self._announcements = self._directory.announcements
         self.maintenance = DirectoryMaintenance(self._directory)
+        self.announcement_log = AnnouncementLog(self._directory, self._files.keys)
 
     # Life cycle.
 
@@ -138,11 +143,13 @@ class FileSystemTier(Tier):
         except TierNoSpaceError as error:
             _log.warning("%s; serving existing objects without storing", error)
         self._probe_direct()
+        self.announcement_log.skip()
         self._index.begin_ordering()
         self.report = self.maintenance.scan_completely().result.report
         self._index.order_discovered()
         self._report_unindexed()
         self.maintenance.start_loop()
+        self.announcement_log.start()
 
     def _probe_direct(self) -> None:
         self._probe_direct_again = False
@@ -162,6 +169,7 @@ class FileSystemTier(Tier):
         """Stops evicting and writing; calls in flight end by themselves. Returns grants and
         leadership if the storage responds within seconds.
         """
+        self.announcement_log.stop()
         self.maintenance.stop()
 
     def configure(self, limits: TierLimits) -> None:
@@ -194,6 +202,12 @@ class FileSystemTier(Tier):
         """Whether files are read and written with direct I/O."""
         return self._files.direct
 
+    @property
+    def asks_on_miss(self) -> bool:
+        """Whether other processes use the directory: what they have just stored, or could not
+        announce, is not indexed."""
+        return self.capabilities.shared and self._announcements.role.count > 1
+
     def contains(self, ref: ObjectRef) -> bool:
         """Whether the object is indexed, and not known to be unusable."""
         return self._index.contains(ref.namespace, ref.key) and ref not in self._unusable
@@ -213,6 +227,10 @@ class FileSystemTier(Tier):
         """Size and free bytes of its file system."""
         return self._volume
 
+    def counts(self) -> Mapping[tuple[str, str], int]:
+        """What was announced, and which announcements of others were lost."""
+        return self._announcements.counts()
+
     def touch(self, ref: ObjectRef, previous: bytes = b"") -> None:
         """Makes the object the most recently used."""
         self._index.touch(ref.namespace, ref.key, previous)
@@ -221,14 +239,20 @@ class FileSystemTier(Tier):
 
     def probe(self, ref: ObjectRef) -> bool:
         """Looks up an object that another process may have stored."""
+        path = self._path(ref)
         try:
-            status = os.stat(self._path(ref))
-        except FileNotFoundError:
-            return False
+            status = os.stat(path)
         except OSError as error:
-            if self._is_gone(error):
-                return False
-            raise io.tier_error(error, self._path(ref)) from error
+            if not self._is_gone(error):
+                raise io.tier_error(error, path) from error
+            try:
+                if not self._files.revalidate(path):
+                    return False
+                status = os.stat(path)
+            except OSError as again:
+                if again.errno in GONE:
+                    return False
+                raise io.tier_error(again, path) from again
         if status.st_size <= HEADER_BYTES:
             return False
         if self._index.add(ref.namespace, ref.key, status.st_size):
@@ -239,7 +263,7 @@ class FileSystemTier(Tier):
         """Reads and verifies the object; see the base class."""
         path, generation = self._path(ref), self._unusable.generation
         try:
-            meta, modified = self._files.read(path, ref, into)
+            meta, modified = self._read_file(path, ref, into)
         except TierCorruptError:
             self._discard(ref, path)
             raise
@@ -258,6 +282,15 @@ class FileSystemTier(Tier):
                 os.utime(path)
         previous = self._index.previous(ref.namespace, ref.key)
         return replace(meta, previous=previous) if previous else meta
+
+    def _read_file(self, path: str, ref: ObjectRef, into: memoryview) -> tuple[ObjectMeta, float]:
+        try:
+            return self._files.read(path, ref, into)
+        except OSError as error:
+            # An announced object, which a cache may know as missing since an earlier lookup.
+            if error.errno not in GONE or not self._files.revalidate(path):
+                raise
+        return self._files.read(path, ref, into)
 
     def _read_error(self, ref: ObjectRef, path: str, error: OSError) -> TierError:
         # Opening a directory for direct I/O is EINVAL, a link ELOOP: neither is an object.
@@ -305,6 +338,7 @@ class FileSystemTier(Tier):
             self._index.release(size)
             raise self._write_error(error) from error
         is_new = self._index.publish(ref.namespace, ref.key, size, meta.previous)
+        self._announcements.published(ref.namespace, ref.key, size, meta.previous)
         if self._unusable.discard(ref) or is_new:
             self._on_change(ref.namespace, ref.key, True)
 
@@ -408,6 +442,7 @@ class FileSystemTier(Tier):
                 raise io.tier_error(error, path) from error
         else:
             self.maintenance.record_removal(ref.namespace, path, size, generation)
+            self._announcements.removed(ref.namespace, ref.key)
         self._drop(ref)
 
     # Maintenance.
@@ -507,6 +542,7 @@ class FileSystemTier(Tier):
             os.unlink(path)
             # Its size is not certain, so it stays charged until the next count.
             self.maintenance.request_recount()
+            self._announcements.removed(ref.namespace, ref.key)
         self._drop(ref)
 
     def _drop(self, ref: ObjectRef) -> None:

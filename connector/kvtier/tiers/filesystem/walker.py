@@ -349,6 +349,7 @@ class DirectoryScan:
         file system ticks a few hundred times a second; among equal times the key decides, so that
         all processes agree on the order.
         """
+        announce = self._announces
         self._discovered.sort(key=lambda found: (found.used_at, found.key))
         for found in self._discovered:
             # In a directory of one process a recent object was indexed when it was written, and
@@ -360,6 +361,8 @@ class DirectoryScan:
                 else self._index.add_discovered(*name, found.used_at)
             ):
                 self._directory.on_change(found.namespace, found.key, True)
+                if announce:
+                    self._directory.announcements.published(*name)
         self._discovered.clear()
 
     def _drop_if_gone(self, namespace: str, key: bytes) -> None:
@@ -368,3 +371,11 @@ class DirectoryScan:
         except OSError as error:
             if error.errno in GONE:
                 self._directory.drop(namespace, key)
+                if self._announces:
+                    self._directory.announcements.removed(namespace, key)
+
+    @property
+    def _announces(self) -> bool:
+        """Whether this scan tells others what changed without an announcement, such as files that
+        were copied or removed by hand: the leader's, except its first one."""
+        return self._on_counted is not None and self._used_after != float("inf")

@@ -191,6 +191,11 @@ class LMCacheTier(Tier):
 
     # Objects.
 
+    @property
+    def asks_on_miss(self) -> bool:
+        """Always: other processes write to the back end, and it announces nothing."""
+        return True
+
     def probe(self, ref: ObjectRef) -> bool:
         """Looks up an object that another process may have stored. Its size is known only when it
         is listed, so that it is charged as much as its header."""

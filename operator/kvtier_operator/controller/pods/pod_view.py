@@ -218,8 +218,9 @@ def _skipped(policy: KVTierPolicy, pod: Pod, injection_enabled: bool | None) -> 
         )
     elif injection_enabled is False:
         message = (
-            f"namespace {pod.metadata.namespace} does not have the label kvtier.io/inject=enabled, "
-            "so the API server does not call the webhook; add the label and replace the pod"
+            f"the labels of namespace {pod.metadata.namespace} do not match the webhook's "
+            "namespaceSelector (by default kvtier.io/inject=enabled), so the API server does not "
+            "call the webhook; label the namespace and replace the pod"
         )
     elif created is not None and policy_created is not None and created <= policy_created:
         message = "the pod is older than the policy; replace it to attach it"

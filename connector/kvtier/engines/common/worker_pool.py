@@ -6,9 +6,11 @@ notices when tierd has created another pool file.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,8 @@ from typing import Protocol
 from kvtier.store.generations import generation_bytes
 from kvtier.tierd.wire import GENERATIONS_NAME
 from kvtier.transfer.host_pool import HostPool, file_identity, open_pool
+
+logger = logging.getLogger(__name__)
 
 
 class RegisterPool(Protocol):
@@ -137,8 +141,14 @@ class HostPoolMapper:
             if previous is not None:
                 self._unregister(previous.pool, previous.registration)
             words = open_generations(path.with_name(GENERATIONS_NAME), nbytes)
+            started_at = time.monotonic()
             pool, registration = self._register(open_pool(path, nbytes), lambda: self._closed)
             mapping = _Mapping(pool, words, registration, path, nbytes)
+            logger.info(
+                "KVTier: mapped the host pool of %d MB in %.2f s",
+                nbytes // 1_000_000,
+                time.monotonic() - started_at,
+            )
         except Exception as error:  # noqa: BLE001
             # Without an answer the transfer thread would never retry.
             problem = f"{type(error).__name__}: {error}"

@@ -23,10 +23,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtier.engines.vllm.metadata import LoadJob, StoreJob
-from kvtier.engines.vllm.worker_pool import HostPoolMapper, PoolReady
-from kvtier.engines.vllm.worker_state import RankContext, WorkerClient, WorkerOutbox
-from kvtier.engines.vllm.worker_transfers import WorkerLoads, WorkerStores
+from kvtier.engines.common.jobs import LoadJob, StoreJob
+from kvtier.engines.common.worker_pool import HostPoolMapper, PoolReady
+from kvtier.engines.common.worker_state import RankContext, WorkerClient, WorkerOutbox
+from kvtier.engines.common.worker_transfers import WorkerLoads, WorkerStores
 from kvtier.tierd.wire import Message, Ready, SessionRefused, Welcome
 
 logger = logging.getLogger(__name__)
@@ -120,15 +120,24 @@ class TransferThread:
     # The engine's thread.
 
     def submit_loads(
-        self, jobs: tuple[LoadJob, ...], cancelled: tuple[int, ...], fence: object | None
+        self,
+        jobs: tuple[LoadJob, ...],
+        cancelled: tuple[int, ...],
+        fence: object | None,
+        assumed_weights: str = "",
     ) -> None:
-        """Takes the loads and cancellations of a step, and submits what there is room for."""
+        """Takes the loads and cancellations of a step, and submits what there is room for.
+
+        ``assumed_weights``: see ``WorkerLoads.add``.
+        """
         with self._copies:
             if not self._is_open():
                 self._completions.reject_loads(jobs, "off")
                 return
             # All jobs are entered before the first one is touched: each is owed a report.
-            self._loads.add(jobs, fence, self._context.clock(), self._completions.epoch)
+            self._loads.add(
+                jobs, fence, self._context.clock(), self._completions.epoch, assumed_weights
+            )
             self._loads.cancel(cancelled)
             self._advance()
         self._keep_awake()
@@ -150,7 +159,12 @@ class TransferThread:
         with self._copies:
             self._stores.void(reservations)
             if reservations is None:
-                self._loads.stop_all("identity")
+                self._loads.weights_may_have_changed()
+
+    def weights_known(self, fingerprint: str) -> None:
+        """The fingerprint of the engine's weights is known; empty if it cannot be taken."""
+        with self._copies:
+            self._loads.weights_known(fingerprint)
 
     def suspend(self) -> None:
         """Ends all copies, and accepts none until ``resume``. Blocks until no copy runs."""
@@ -170,14 +184,28 @@ class TransferThread:
             self._suspended = False
             self._update_epoch()
 
-    def poll(self) -> None:
-        """Collects copies that have ended, and submits what waits for room. Once per step."""
+    def order_kernels(self) -> None:
+        """Makes the kernels of the next step wait for the copies of loads that were reported while
+        they run. Raises ``CopyError`` if the device failed."""
+        if len(self._loads):
+            with self._copies:
+                self._loads.order_kernels()
+
+    def poll(self, pinned: Sequence[int] = (), early_bytes: int = 0) -> None:
+        """Collects copies that have ended, and submits what waits for room. Once per step.
+
+        ``pinned``, ``early_bytes``: see ``WorkerLoads.pin`` and ``report_early``; 0: reports no
+        load whose copies run.
+        """
         self._hook_ran_at = self._context.clock()
         if not len(self._loads) and not len(self._stores):
             return
         with self._copies:
             if self._is_open():
+                self._loads.pin(pinned)
                 self._advance()
+                if early_bytes:
+                    self._loads.report_early(early_bytes)
 
     def _is_open(self) -> bool:
         return not (self._closed or self._closing or self._failure)

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from kvtier.config.loader import merge_live
 from kvtier.config.models import Daemon, Live, LiveTier, Topology
-from kvtier.engines.vllm.identity import EngineIdentity
+from kvtier.engines.common.model_identity import EngineIdentity
 from kvtier.planner import Planner
 from kvtier.processes import own_identity
 from kvtier.tierd.client import ClientOptions, TierdClient
@@ -35,6 +35,7 @@ from kvtier.tierd.wire import (
     Hello,
     Identify,
     LiveSettings,
+    LoadPinned,
     Message,
     Promoted,
     Ready,
@@ -45,6 +46,7 @@ from kvtier.tierd.wire import (
 )
 
 logger = logging.getLogger(__name__)
+MAX_PINNED_LOADS = 1024
 
 
 class SchedulerClient(Protocol):
@@ -145,8 +147,13 @@ class TierdSession:
         """Epoch whose snapshot has started to arrive; written by the I/O thread."""
         self.suspended = False
         """Whether the namespace is not used although it may be open."""
+        self.assumed = False
+        """Whether it may be read while it is suspended: the workers use nothing of it before they
+        know that the weights are those of the namespace."""
         self.stale_weights = False
         """Whether it is suspended until vLLM resets its prefix cache."""
+        self.pinned_loads: deque[tuple[int, int]] = deque(maxlen=MAX_PINNED_LOADS)
+        """(load, keys) that tierd has pinned, for whoever wants to know."""
         self._identity_wanted: Identify | None = None
         """The identity since the number rose for the first time; None: as in the handshakes."""
         self._identify_unsent = False
@@ -220,10 +227,10 @@ class TierdSession:
 
     @property
     def replica_ready(self) -> bool:
-        """Whether the namespace is open and the replica is complete."""
+        """Whether the namespace may be read: it is open and the replica is complete."""
         return (
             self.ready is not None
-            and not self.suspended
+            and (not self.suspended or (self.assumed and bool(self.ready.weights)))
             and self._client.epoch == self.epoch == self._snapshot_epoch
             and not self.replica.stale
         )
@@ -258,6 +265,8 @@ class TierdSession:
             message = inbox.popleft()
             if isinstance(message, Promoted):
                 yield message
+            elif isinstance(message, LoadPinned):
+                self.pinned_loads.append((message.load, message.keys))
             elif isinstance(message, Credits):
                 if self.epoch and 0 <= message.group < len(self.credits):
                     self.credits[message.group].extend(message.slots)
@@ -273,28 +282,30 @@ class TierdSession:
                 self._on_lost()
                 yield message
 
-    def suspend(self, stale: bool = False) -> None:
+    def suspend(self, stale: bool = False, assumed: bool = False) -> None:
         """Stops the use of the namespace until ``identify``: the weights may have changed.
 
-        ``stale``: they did, and vLLM's own blocks belong to other weights.
+        ``stale``: they did, and vLLM's own blocks belong to other weights. ``assumed``: the
+        namespace may still be read.
         """
-        self.suspended, self.stale_weights = True, stale
+        self.suspended, self.stale_weights, self.assumed = True, stale, assumed
 
-    def identify(self, number: int, weights: tuple[str, ...], reason: str) -> None:
+    def identify(self, number: int, weights: tuple[str, ...], reason: str) -> bool:
         """The engine has ``weights``, by rank, at identity ``number``: uses the namespace that they
         belong to.
 
         ``reason``: why they are unknown. Objects then stay in RAM, in a namespace that is drawn at
         random for this number. If tierd has another namespace open, it is asked for the right one.
-        Open promotions and credits stay valid.
+        Open promotions and credits stay valid. Returns whether the open namespace is the right one.
         """
-        self.suspended = self.stale_weights = False
+        self.suspended = self.stale_weights = self.assumed = False
         self._identity_wanted = Identify(number=number, weights=weights, ephemeral_reason=reason)
         self._identify_unsent = False
         ready = self.ready
         if ready is not None and not self._is_wanted(ready):
             self.ready = None
             self._send_identify()
+        return self.ready is not None
 
     def _is_wanted(self, ready: Ready) -> bool:
         wanted = self._identity_wanted

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from blake3 import blake3
 
 from kvtier import keys
-from kvtier.engines.vllm.lora import AdapterDigests
+from kvtier.engines.common.lora import AdapterDigests
 from kvtier.planner import Frontier
 
 if TYPE_CHECKING:
@@ -42,6 +42,8 @@ class PendingPromotion:
 
     ``deadline`` is measured by the scheduler's clock. ``usable_keys``: keys in pinned slots, None
     until tierd answers. ``tiers``: the tier that each key came from. ``locations``: where each is.
+    ``lookup_deadline``: if the request waits for a lookup only, until when, unless ``lookup_key``,
+    the first key that is looked up, has been found; else 0.
     """
 
     promotion_id: int
@@ -53,6 +55,8 @@ class PendingPromotion:
     ended_at: float = 0.0
     tiers: tuple[int, ...] = ()
     locations: tuple[int, ...] = ()
+    lookup_deadline: float = 0.0
+    lookup_key: bytes = b""
 
 
 class RequestState:

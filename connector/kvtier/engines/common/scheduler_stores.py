@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, Protocol
 
-from kvtier.engines.vllm.metadata import BlockRun, StoreJob
-from kvtier.engines.vllm.request_state import GROUP, RequestState
-from kvtier.engines.vllm.tierd_session import TierdSession
+from kvtier.engines.common.jobs import BlockRun, StoreJob
+from kvtier.engines.common.request_state import GROUP, RequestState
+from kvtier.engines.common.tierd_session import TierdSession
 from kvtier.planner import Planner
 from kvtier.tierd.wire import Reserve
 

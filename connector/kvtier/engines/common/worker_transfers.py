@@ -20,8 +20,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvtier.engines.vllm.metadata import LoadJob, LoadResult, StoreJob
-from kvtier.engines.vllm.worker_state import LoadEnd, RankContext
+from kvtier.engines.common.jobs import LoadJob, LoadResult, StoreJob
+from kvtier.engines.common.worker_state import LoadEnd, RankContext
 from kvtier.tierd.wire import Abort, Deliver, Message
 from kvtier.transfer.engine import Copy, CopyError, CopyHandle, Direction
 
@@ -42,11 +42,18 @@ class _RankLoad:
     deadline: float
     available_keys: int
     """Keys whose slots are known and still hold them."""
+    assumed_weights: str = ""
+    """The fingerprint of the weights that the keys belong to, if the job was made before it was
+    known whether the engine still has them."""
     submitted_keys: int = 0
     copied_keys: int = 0
     copied_bytes: int = 0
     copy_seconds: float = 0.0
     stop_reason: str = ""
+    pinned: bool = False
+    """Whether tierd keeps every key in its slot."""
+    reported: bool = False
+    """Whether it was reported while its last copies run."""
     in_flight: deque[tuple[CopyHandle, int]] = field(default_factory=deque)
     """Submissions, with the number of keys that are copied once each is done."""
 
@@ -66,18 +73,26 @@ class WorkerLoads:
         self._batch_bytes = batch_bytes or context.engine.batch_bytes
         self._active: dict[int, _RankLoad] = {}
         self._ended: OrderedDict[int, None] = OrderedDict()
+        self._weights: str | None = None
+        """The fingerprint of the engine's weights; None while it is being taken."""
 
     def __len__(self) -> int:
         return len(self._active)
 
     def add(
-        self, jobs: Iterable[LoadJob], fence: object | None, received_at: float, epoch: int
+        self,
+        jobs: Iterable[LoadJob],
+        fence: object | None,
+        received_at: float,
+        epoch: int,
+        assumed_weights: str = "",
     ) -> None:
         """Adds jobs, whose target blocks may be written after ``fence``.
 
-        ``epoch``: the tierd epoch in which this rank can copy, 0 if it cannot.
+        ``epoch``: the tierd epoch in which this rank can copy, 0 if it cannot. With
+        ``assumed_weights`` the loads end once the fingerprint is known, and fail if it is another.
         """
-        requests = {load.job.request_id for load in self._active.values()}
+        requests = {load.job.request_id for load in self._active.values() if not load.reported}
         for job in jobs:
             if job.load in self._active or job.load in self._ended:
                 self._counters.add("duplicate_loads")
@@ -89,10 +104,12 @@ class WorkerLoads:
             else:
                 requests.add(job.request_id)
                 keys = min(len(job.slots), len(job.generations), len(job.runs))
-                load = _RankLoad(job, fence, received_at, received_at + job.timeout_seconds, keys)
+                deadline = received_at + job.timeout_seconds
+                load = _RankLoad(job, fence, received_at, deadline, keys, assumed_weights)
                 if not epoch or job.epoch != epoch:
                     load.stop_reason = "epoch" if epoch else "lost"
                 self._active[job.load] = load
+        self._compare_weights()
 
     def cancel(self, loads: Iterable[int]) -> None:
         """Stops loads whose requests were aborted."""
@@ -100,19 +117,101 @@ class WorkerLoads:
             load = self._active.get(number)
             if load is None:
                 self._counters.add("unknown_cancels")
-            elif not load.stop_reason:
+            elif not load.stop_reason and not load.reported:
                 load.stop_reason = "cancelled"
 
     def stop_all(self, reason: str) -> None:
-        """Stops every load. Those whose copies are done end in the next ``advance``."""
+        """Stops every load. Those whose copies are done end in the next ``advance``.
+
+        A load that waits for the fingerprint must not wait any longer: nothing of it is used.
+        """
         for load in self._active.values():
-            if not load.stop_reason or reason == IDENTITY_CHANGED:
+            if load.reported:
+                # It has ended for the engine; its copies are complete and run to their end.
+                continue
+            if reason == IDENTITY_CHANGED or self._waits_for_weights(load):
+                load.stop_reason = IDENTITY_CHANGED
+            elif not load.stop_reason:
                 load.stop_reason = reason
+
+    def weights_may_have_changed(self) -> None:
+        """Fails every load. Those with assumed weights that are added later wait."""
+        self.stop_all(IDENTITY_CHANGED)
+        self._weights = None
+
+    def weights_known(self, fingerprint: str) -> None:
+        """Ends or fails what waited for the fingerprint; empty if the weights are unknown."""
+        self._weights = fingerprint
+        self._compare_weights()
+
+    def _compare_weights(self) -> None:
+        if self._weights is None:
+            return
+        for load in self._active.values():
+            if load.assumed_weights and load.assumed_weights != self._weights:
+                load.stop_reason = IDENTITY_CHANGED
+
+    def _waits_for_weights(self, load: _RankLoad) -> bool:
+        return bool(load.assumed_weights) and self._weights is None
+
+    def pin(self, loads: Iterable[int]) -> None:
+        """tierd has confirmed that every key of these loads stays in its slot until the load is
+        released."""
+        for number in loads:
+            load = self._active.get(number)
+            if load is not None:
+                load.pinned = True
+
+    def report_early(self, limit_bytes: int) -> None:
+        """Reports loads whose remaining copies are at most ``limit_bytes``, all submitted.
+
+        Their slots are pinned and held the right objects after that, so the copies cannot copy
+        anything else. From now on kernels must not be launched without ``order_kernels``.
+        """
+        if not self._engine.can_order_kernels:
+            return
+        generations = self._context.generations
+        for load in self._active.values():
+            job = load.job
+            if (
+                load.pinned
+                and not load.reported
+                and not load.stop_reason
+                and load.in_flight
+                and load.submitted_keys == len(job.runs)
+                and not self._waits_for_weights(load)
+                and self._engine.in_flight_bytes(Direction.TO_DEVICE) <= limit_bytes
+                and generations.unchanged(job.slots, job.generations) == len(job.runs)
+            ):
+                load.reported = True
+                self._counters.add("loads_reported_early")
+                result = LoadResult(
+                    load=job.load,
+                    request_id=job.request_id,
+                    keys_loaded=len(job.runs),
+                    seconds=self._context.clock() - load.started_at,
+                    copying=True,
+                )
+                self._context.completions.add_load(LoadEnd.of(job, result))
+
+    def order_kernels(self) -> None:
+        """Makes kernels that are launched from now on wait for the copies of reported loads.
+
+        Raises ``CopyError`` if the device failed.
+        """
+        handles = [
+            handle
+            for load in self._active.values()
+            if load.reported
+            for handle, _ in load.in_flight
+        ]
+        if handles:
+            self._engine.order_kernels(handles)
 
     def abandon(self, reason: str) -> None:
         """Ends every load without waiting for its copies: the device is lost or idle."""
+        self.stop_all(reason)
         for load in list(self._active.values()):
-            load.stop_reason = load.stop_reason or reason
             load.in_flight.clear()
             self._end(load)
 
@@ -139,10 +238,15 @@ class WorkerLoads:
                     may_submit = not self._engine.synchronous and now < until
             if self._context.clock() >= load.deadline and not load.fully_submitted:
                 load.stop_reason = load.stop_reason or "limit"
-            if (load.stop_reason or load.fully_submitted) and not load.in_flight:
+            if self._may_end(load):
                 self._end(load)
                 changed = True
         return changed
+
+    def _may_end(self, load: _RankLoad) -> bool:
+        if load.in_flight or not (load.stop_reason or load.fully_submitted):
+            return False
+        return load.stop_reason == IDENTITY_CHANGED or not self._waits_for_weights(load)
 
     def _collect(self, load: _RankLoad) -> bool:
         changed = False
@@ -221,7 +325,11 @@ class WorkerLoads:
             seconds=self._context.clock() - load.started_at,
             copy_seconds=load.copy_seconds,
             copied_bytes=load.copied_bytes,
+            follows=load.reported,
         )
+        if load.reported and not complete:
+            # Only a tierd that breaks its word, or a device that has failed, can cause this.
+            self._counters.add("pins_broken")
         self._counters.add(
             "loads_whole" if complete else "loads_partial" if keys else "loads_failed"
         )

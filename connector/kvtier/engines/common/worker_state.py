@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvtier.engines.vllm.metadata import BlockRun, LoadJob, LoadResult
+from kvtier.engines.common.jobs import BlockRun, LoadJob, LoadResult
 from kvtier.store.generations import PAGE_SHIFT
 from kvtier.tierd.wire import Message, Ready
 from kvtier.tiers.base import ALIGNMENT_BYTES
@@ -72,6 +72,7 @@ class LoadEnd:
     def of(cls, job: LoadJob, result: LoadResult, report_expected: bool = True) -> LoadEnd:
         """Returns the end of a load of which ``result`` says how many keys were copied."""
         missing = (block for run in job.runs[result.keys_loaded :] for block in run.blocks)
+        report_expected = report_expected and not result.follows
         complete = result.keys_loaded == len(job.runs)
         return cls(result, frozenset(missing), complete, report_expected)
 

@@ -1,0 +1,45 @@
+"""The chart, rendered by Helm's own code without a cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+helm = pytest.importorskip(
+    "helm_python", reason="the chart is rendered by Helm's own code: helm-python-sdk"
+)
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+CHART = REPOSITORY / "charts" / "kvtier"
+NAMESPACE = "kvtier-system"
+
+
+def render_files(
+    values: dict[str, Any] | None = None, namespace: str = NAMESPACE
+) -> dict[str, str]:
+    """The text of each template that renders an object, by the template's name."""
+    with helm.Chart.load(CHART) as chart:
+        rendered = chart.render(values or {}, name="kvtier", namespace=namespace)
+    texts = {name.rpartition("/")[2]: text for name, text in rendered.items()}
+    return {name: text for name, text in texts.items() if text.strip() and name != "NOTES.txt"}
+
+
+def render(
+    values: dict[str, Any] | None = None, namespace: str = NAMESPACE
+) -> list[dict[str, Any]]:
+    """The objects. ``values`` replace defaults, as those of ``--values`` do."""
+    texts = render_files(values, namespace).values()
+    return [body for text in texts for body in yaml.safe_load_all(text) if body]
+
+
+def one(objects: list[dict[str, Any]], kind: str, name: str | None = None) -> dict[str, Any]:
+    found = [
+        body
+        for body in objects
+        if body["kind"] == kind and (name is None or body["metadata"]["name"] == name)
+    ]
+    assert len(found) == 1, f"{kind} {name}: {len(found)}"
+    return found[0]
