@@ -125,7 +125,7 @@ class Builder:
 
     def lmcache(self, architecture: str) -> Built:
         """Builds the variant of the sidecar, after its payload image. Raises ``BuildError``."""
-        name = "payload-lmcache"
+        name = packages.LMCACHE
         below = self._install("payload", architecture)
         installed = self._install(name, architecture)
         payload = f"localhost/kvtier-payload:{architecture}"

@@ -12,6 +12,7 @@ from tools.imagebuild.base import PYTHON, BuildError, run
 ROOT = Path(__file__).resolve().parents[2]
 PLATFORMS = {"amd64": "x86_64-manylinux_2_28", "arm64": "aarch64-manylinux_2_28"}
 """Binary packages by architecture. The base image has a later C library."""
+LMCACHE = "payload-lmcache"
 NOT_KEPT = ("INSTALLER", "REQUESTED", "RECORD", "direct_url.json")
 INSTALL_SECONDS = 1800
 
@@ -35,7 +36,8 @@ def install(image: str, architecture: str, target: Path) -> tuple[Package, ...]:
     shutil.rmtree(target, ignore_errors=True)
     options = (
         "--quiet",
-        "--no-deps",
+        # Lists are complete, except for that of the large variant.
+        *((f"--override={ROOT / 'overrides.txt'}",) if image == LMCACHE else ("--no-deps",)),
         "--only-binary=:all:",
         "--link-mode=copy",
         "--no-compile-bytecode",
