@@ -52,6 +52,7 @@ def shipped() -> list[Path]:
             shutil.rmtree(kept, ignore_errors=True)
             staging.rename(kept)
             _remove_old(kept.parent)
+    os.utime(kept)
     return [kept / name for name in names]
 
 

@@ -73,7 +73,6 @@ def test_operator_and_tiers_work_as_users_that_the_images_do_not_know(
             engines.policy(
                 engines.memory(),
                 engines.files({"persistentVolumeClaim": {"claimName": "kv"}}),
-                engines.files({"emptyDir": {"sizeLimit": "256Mi"}}, "scratch", "Pod"),
             )
         )
         # No user in the pod: the namespace's is assigned, to the engine and to what is injected.

@@ -103,6 +103,22 @@ class Builder:
         self._debian[architecture] = found.packages
         return name
 
+    def _build_base(self, architecture: str) -> str:
+        """The base image for build stages of images of this architecture: it runs here, under the
+        name of the other, because a build uses images of one architecture only.
+        """
+        own = self.base(own_architecture())
+        if architecture == own_architecture():
+            return own
+        name, container = f"localhost/kvtier-build:{architecture}", f"kvtier-build-{architecture}"
+        self._buildah("from", "--pull-never", f"--name={container}", own)
+        try:
+            self._buildah("config", f"--arch={architecture}", container)
+            self._buildah("commit", "--quiet", "--timestamp=0", container, name)
+        finally:
+            self._buildah("rm", container)
+        return name
+
     def _record(self, architecture: str) -> Path:
         return self._home / f"base-{architecture}.json"
 
@@ -140,7 +156,7 @@ class Builder:
         local = f"localhost/kvtier-{name}:{architecture}"
         arguments = {
             "PYTHON_IMAGE": self.base(architecture),
-            "BUILD_IMAGE": self.base(own_architecture()),
+            "BUILD_IMAGE": self._build_base(architecture),
             **arguments,
         }
         target = self._home / f"packages-{name}-{architecture}"
