@@ -6,8 +6,9 @@ The peer evicts whole suffixes by LRU; it is written for this benchmark alone. P
 chunk by chunk. Without ``--trace`` the trace is made from a seed.
 
 ``--trace`` takes JSON lines with ``hash_ids``, as the traces of Mooncake (FAST '25) have: ids of
-consecutive blocks of 512 tokens. The last lines say what the orders cost: seconds of one core, and
-bytes for each object that is held.
+consecutive blocks of 512 tokens. Further lines give the hits of the prompts that follow a scan: one
+pass of unique prompts, as large as the tier, in the middle of the trace. The last lines say what
+the orders cost: seconds of one core, and bytes for each object that is held.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ from common import options, progress, report
 Trace = list[list[int]]
 NAMESPACE = "e" * 32
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
+SCANNED_SHARE = 0.1
+AFTER_SCAN = 200
+SCAN_PROMPT = 32
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -164,7 +168,7 @@ def replay_index(trace: Trace, capacity: int) -> int:
     index = Index(1 << 60)
     hits = held = 0
     for prompt in trace:
-        keys = [chunk.to_bytes(33, "big") for chunk in prompt]
+        keys = [chunk.to_bytes(33, "big", signed=True) for chunk in prompt]
         found = next((i for i, k in enumerate(keys) if not index.contains(NAMESPACE, k)), len(keys))
         hits += found
         for previous, key in zip([b"", *keys], keys[:found], strict=False):
@@ -183,6 +187,29 @@ def replay_index(trace: Trace, capacity: int) -> int:
             index.publish(NAMESPACE, key, 4096, previous)
             held += 1
     return hits
+
+
+def after_scan(trace: Trace, capacity: int) -> list[tuple[object, ...]]:
+    """Hits of ``AFTER_SCAN`` prompts after a scan, and of the same ones without the scan."""
+    middle = len(trace) // 2
+    start, window = trace[:middle], trace[middle : middle + AFTER_SCAN]
+    scan = [
+        [-number - offset - 1 for offset in range(SCAN_PROMPT)]
+        for number in range(0, capacity, SCAN_PROMPT)
+    ]
+    replays: list[Callable[[Trace], int]] = [
+        lambda given: plain_lru(given, capacity),
+        lambda given: whole_suffixes(given, capacity),
+        lambda given: replay_policy(given, capacity, LruPolicy),
+        lambda given: replay_policy(given, capacity, ArcPolicy),
+        lambda given: replay_index(given, capacity),
+    ]
+    rows: list[tuple[object, ...]] = []
+    for name, before in (("no scan", start), ("scan", start + scan)):
+        progress(f"{name}, {capacity} chunks")
+        hits = [replay(before + window) - replay(before) for replay in replays]
+        rows.append((name, *hits, f"{hits[2] / max(hits[0], 1):.3f}"))
+    return rows
 
 
 def bytes_per_object(objects: int) -> float:
@@ -222,6 +249,7 @@ def main() -> None:
         seconds += time.process_time() - started
         ratios.append(min(lru, files) / max(peer, 1))
         rows.append((capacity, plain, peer, lru, arc, files, f"{lru / max(plain, 1):.3f}"))
+    rows += after_scan(trace, max(1, int(SCANNED_SHARE * distinct)))
     progress("")
     each = seconds / len(chosen.shares) / sum(map(len, trace))
     rows.append(("µs/chunk", "-", "-", "-", "-", f"{1e6 * each:.1f}", "-"))

@@ -92,5 +92,11 @@ class TierNoSpaceError(TierError):
     reason = "no_space"
 
 
+class TierMinFreeError(TierNoSpaceError):
+    """The file system has no more free space than the tier must leave to others (minFree)."""
+
+    reason = "min_free"
+
+
 class ProtocolError(KVTierError):
     """A message that cannot be decoded, or is not allowed at this point."""

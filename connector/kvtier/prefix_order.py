@@ -19,6 +19,9 @@ held while a chunk that follows them is: a chunk may arrive before its predecess
 is of no use, and neither is what follows it. Both are evicted before everything else, until the
 predecessor arrives or they are used.
 
+``victim`` resists scans: a part of the room is kept for chunks that were used often, while others
+come and go. Otherwise one pass of prompts that are never seen again would empty a tier.
+
 Nothing here is thread-safe. The caller maps its objects to nodes.
 """
 
@@ -30,6 +33,13 @@ from collections import OrderedDict
 NONE = 0
 """No node. Also the head of the list of nodes that were used once; 1 is that of the other list."""
 _PRESENT, _PARKED, _OFTEN, _ORPHAN = 1, 2, 4, 8
+KEPT_SHARE = 8
+"""``victim`` keeps an eighth of the nodes for those used often. With a larger share, some traces of
+conversations have fewer hits than by least recent use alone: what was used often is used no more
+one day."""
+KEPT_TURNS = 8
+"""They are kept until so many uses and entries have followed their last use, in multiples of the
+nodes that can be evicted: scans pass them by, and what is no longer used goes."""
 _MAX_WALK = 64
 """Places compared when a node returns to the list. Only nodes that were set aside are passed."""
 _MAX_DEPTH = 1 << 16
@@ -233,6 +243,21 @@ class PrefixOrder:
             elif not (flags & _ORPHAN and self._adopt(node)):
                 return node
         return NONE
+
+    def victim(self) -> int:
+        """The least recently used leaf of both lists that is not parked, or ``NONE``. It stays.
+
+        A leaf of the list of nodes used often is passed over for a later one of the other list
+        while its list is no more than a ``KEPT_SHARE``-th of all, and for ``KEPT_TURNS``.
+        """
+        once, often = self.oldest(), self.oldest(often=True)
+        if not once or not often:
+            return once or often
+        used_at, candidates = self._used_at[often], sum(self.candidates)
+        if used_at > self._used_at[once]:
+            return once
+        kept = self.candidates[1] * KEPT_SHARE <= candidates
+        return once if kept and self._now - used_at <= KEPT_TURNS * candidates else often
 
     def blocked(self) -> int:
         """A node that only parked nodes follow, or ``NONE``. For use when there is no leaf."""

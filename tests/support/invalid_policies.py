@@ -107,6 +107,20 @@ INVALID: tuple[InvalidCase, ...] = (
         "must be below highWatermarkPercent (90), got 95",
     ),
     _case(
+        "minFree of the whole file system",
+        {f"{_NVME}.minFree": "100%"},
+        (f"{_NVME_FIELD}.minFree", "100%", "a percentage from 0% to 99%, or a quantity"),
+        f"{_NVME_FIELD}.minFree",
+        "a percentage from 0% to 99%, or a quantity of zero or more, such as 10% or 50Gi, got 100%",
+    ),
+    _case(
+        "minFree below zero",
+        {f"{_NVME}.minFree": "-1Gi"},
+        (f"{_NVME_FIELD}.minFree", "-1Gi", "a quantity of zero or more"),
+        f"{_NVME_FIELD}.minFree",
+        "got -1Gi",
+    ),
+    _case(
         "a high watermark above 100",
         {f"{_NVME}.highWatermarkPercent": 101},
         (f"{_NVME_FIELD}.highWatermarkPercent", "101", "an integer from 2 to 100"),

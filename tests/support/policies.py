@@ -81,6 +81,7 @@ _COMPLETE: dict[str, Any] = {
                 "maxWriteBytesPerSecond": "200M",
                 "fileSystem": {
                     "capacity": "500Gi",
+                    "minFree": "10%",
                     "highWatermarkPercent": 90,
                     "lowWatermarkPercent": 75,
                     "retentionSeconds": 604800,

@@ -291,14 +291,28 @@ GROUPS: dict[str, tuple[Alert, ...]] = {
         ),
         Alert(
             "KVTierDiskFull",
-            f'sum by ({POD_TIER}) (increase(kvtier_tier_writes_failed_total{{reason="no_space"}}'
-            "[15m])) > 0",
+            f"sum by ({POD_TIER}) (increase(kvtier_tier_writes_failed_total"
+            '{reason=~"no_space|min_free"}[15m])) > 0',
             "15m",
             "warning",
             f"Tier {{{{ $labels.tier }}}} of {IN_POD} cannot store objects: no space.",
-            "The file system is full or read-only, or a quota is reached. What the tier holds is "
-            "still served.",
+            "The file system is full or read-only, a quota is reached, or less is free than "
+            "`minFree` leaves to others. What the tier holds is still served.",
             ("As for [KVTierDiskFilling](#kvtierdiskfilling). Check mount options and quotas.",),
+        ),
+        Alert(
+            "KVTierCapacityExceedsDisk",
+            f'max by ({POD}) (kvtier_condition{{type="CapacityExceedsDisk"}}) > 0',
+            "15m",
+            "warning",
+            f"A tier of {IN_POD} has a capacity that its disk has no room for.",
+            "The capacity of a tier, up to its high watermark, exceeds its file system less "
+            "`minFree`. The tier evicts earlier than its capacity says, and works otherwise.",
+            (
+                "The condition in `/status`, and `TiersHealthy` of the policy, name the tier and "
+                "give the sizes.",
+                "Lower the tier's `capacity`, which is live, or use a larger disk.",
+            ),
         ),
         Alert(
             "KVTierSharedMemoryLow",

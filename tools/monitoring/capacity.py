@@ -45,6 +45,7 @@ CAPACITY = Board(
                         "{{namespace}}/{{policy}} {{tier}}",
                     ),
                 ),
+                "KVTierCapacityExceedsDisk",
             ),
             Panel(
                 "Objects",
@@ -59,13 +60,18 @@ CAPACITY = Board(
             ),
             Panel(
                 "Free space of file systems",
-                "Free share of the file system that a tier is on.",
+                "Free share of the file system that a tier is on, and what minFree keeps free.",
                 "percentunit",
                 (
                     Query(
                         "min by (namespace, pod, tier) (kvtier_tier_volume_available_bytes"
                         f"{{{TIER}}} / kvtier_tier_volume_size_bytes{{{TIER}}})",
                         LEGEND_TIER,
+                    ),
+                    Query(
+                        f"max by (namespace, pod, tier) (kvtier_tier_min_free_bytes{{{TIER}}}"
+                        f" / kvtier_tier_volume_size_bytes{{{TIER}}})",
+                        f"minFree of {LEGEND_TIER}",
                     ),
                 ),
                 "KVTierDiskFilling",

@@ -15,6 +15,7 @@ from kvtier.cli import explain_plan as explain_plan_command
 from kvtier.cli import prefixes as prefixes_command
 from kvtier.cli import render as render_command
 from kvtier.cli import validate as validate_command
+from kvtier.cli.cluster_app import add_commands
 from kvtier.cli.console import error_console, print_json, print_text
 from kvtier.config.models import Daemon, Selection
 
@@ -425,3 +426,6 @@ def demo() -> None:
     from kvtier.cli.demo import main as run_demo
 
     raise typer.Exit(run_demo())
+
+
+add_commands(app)

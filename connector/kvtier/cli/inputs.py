@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from kvtier.config.models import HttpEndpoint
-from kvtier.errors import ConfigurationError
+from kvtier.errors import ConfigurationError, KVTierError
 from kvtier_operator.api.documents import MAX_FILE_BYTES, parse
 from kvtier_operator.api.policy import KVTierPolicy
 from kvtier_operator.api.quantity import Quantity, QuantityError
@@ -18,6 +18,10 @@ from kvtier_operator.api.validation import InvalidDocumentError
 
 STANDARD_INPUT = "-"
 MAX_PORT = 65_535
+
+
+class CommandError(KVTierError):
+    """A command could not do its work, although its input is valid: exit status 1."""
 
 
 class OptionError(ConfigurationError):

@@ -1,16 +1,19 @@
 """Entry point of the ``kvtier`` command.
 
 Exit status: 0 success, 2 invalid input (a document, an option, a field), 1 any other error. The
-commands ``verify`` and ``faults`` document theirs.
+commands ``verify``, ``faults``, ``plan`` and ``doctor`` document theirs. As ``kubectl-kvtier`` it
+is a plug-in of kubectl: ``kubectl kvtier top``.
 """
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from kvtier.errors import KVTierError
 
 MISSING_PACKAGES = "the kvtier command needs packages that are not installed: install kvtier[cli]"
+PLUGIN = "kubectl-kvtier"
 OWN_PACKAGES = ("kvtier", "kvtier_operator")
 
 
@@ -20,13 +23,17 @@ def main(arguments: list[str] | None = None) -> int:
         from typer.main import get_command
 
         from kvtier.cli.app import app
+        from kvtier.cli.inputs import CommandError
     except ModuleNotFoundError as error:
         if error.name is not None and error.name.split(".")[0] in OWN_PACKAGES:
             raise
         print(f"{MISSING_PACKAGES} ({error})", file=sys.stderr)
         return 1
     try:
-        get_command(app).main(args=arguments, prog_name="kvtier")
+        get_command(app).main(args=arguments, prog_name=_program_name())
+    except CommandError as error:
+        print(f"kvtier: {error}", file=sys.stderr)
+        return 1
     except KVTierError as error:
         print(f"kvtier: {error}", file=sys.stderr)
         return 2
@@ -36,6 +43,11 @@ def main(arguments: list[str] | None = None) -> int:
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1
     return 0
+
+
+def _program_name() -> str:
+    """As the user called it, for usage texts."""
+    return "kubectl kvtier" if Path(sys.argv[0]).name == PLUGIN else "kvtier"
 
 
 if __name__ == "__main__":

@@ -67,6 +67,9 @@ class LiveTier(Document):
     low_watermark_percent: Annotated[int, Field(ge=1, le=99)] = 75
     retention_seconds: Annotated[int, Field(ge=0, le=315_360_000)] = 604_800
     sync_data: bool = False
+    min_free_bytes: Annotated[int, Field(ge=0, le=MAX_BYTES)] = 0
+    min_free_percent: Annotated[int, Field(ge=0, le=99)] = 0
+    """What stays free on the file system of a fileSystem tier: the larger of both."""
 
 
 class BreakerSettings(Document):
@@ -82,6 +85,7 @@ class Live(Document):
     generation: Annotated[int, Field(ge=0, le=MAX_BYTES)] = 0
     selection: Selection = Selection.COST
     min_load_tokens: Annotated[int, Field(ge=0, le=10_000_000)] = 512
+    min_store_tokens: Annotated[int, Field(ge=0, le=10_000_000)] = 0
     breaker: BreakerSettings = BreakerSettings()
     tiers: dict[str, LiveTier]
 

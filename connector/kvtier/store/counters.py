@@ -17,8 +17,8 @@ MESSAGES = (
     "Identify", "LoadReleased", "Promote", "Reserve", "Resync",
 )  # fmt: skip
 """What an engine sends (``tierd/wire.py``)."""
-TIER_ERRORS = ("corrupt", "error", "key_missing", "no_space", "unavailable", "unexpected",
-               "unverifiable", "vanished")  # fmt: skip
+TIER_ERRORS = ("corrupt", "error", "key_missing", "min_free", "no_space", "unavailable",
+               "unexpected", "unverifiable", "vanished")  # fmt: skip
 """``TierError.reason`` of each class, and ``unexpected`` for any other exception."""
 READ_ERRORS = (*TIER_ERRORS, "no_key", "other_version", "unkeyed", "unknown_key", "wrong_tag")
 """With the reasons of objects that a read finds and cannot use."""
@@ -96,6 +96,9 @@ COUNTERS: dict[str, CounterLabels] = {
     "tier_writes_failed": _tier("Failed writes of objects to a tier.", *TIER_ERRORS),
     "tier_writes_postponed": _tier(
         "Objects that wait in RAM to be written, by reason.", "too_many_pending", "write_budget"
+    ),
+    "tier_writes_skipped": _tier(
+        "Objects that the store policy did not admit to a tier, by reason.", "not_reused"
     ),
     # Promotions.
     "promotion_leases_expired": _global("Promotions whose result was not used in time."),

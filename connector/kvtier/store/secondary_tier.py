@@ -33,6 +33,20 @@ NEGATIVE_SECONDS = 30.0
 MAX_NEGATIVE = 65_536
 
 
+def limits_of(live: LiveTier) -> TierLimits:
+    """The live values that a tier applies itself."""
+    return TierLimits(
+        capacity_bytes=sys.maxsize if live.capacity_bytes is None else live.capacity_bytes,
+        high_watermark_percent=live.high_watermark_percent,
+        low_watermark_percent=live.low_watermark_percent,
+        retention_seconds=live.retention_seconds,
+        sync_data=live.sync_data,
+        load_timeout_seconds=live.load_timeout_seconds,
+        min_free_bytes=live.min_free_bytes,
+        min_free_percent=live.min_free_percent,
+    )
+
+
 class TierBreaker:
     """Closed: the tier is used. Open: it is suspended. ``cause`` and ``since`` describe the present
     state.
@@ -290,18 +304,7 @@ class SecondaryTiers:
                 self._context.count("settings_missing", secondary.name)
                 continue
             secondary.settings = settings
-            secondary.tier.configure(
-                TierLimits(
-                    capacity_bytes=sys.maxsize
-                    if settings.capacity_bytes is None
-                    else settings.capacity_bytes,
-                    high_watermark_percent=settings.high_watermark_percent,
-                    low_watermark_percent=settings.low_watermark_percent,
-                    retention_seconds=settings.retention_seconds,
-                    sync_data=settings.sync_data,
-                    load_timeout_seconds=settings.load_timeout_seconds,
-                )
-            )
+            secondary.tier.configure(limits_of(settings))
 
     def holds(self, namespace: str, key: bytes) -> bool:
         """Whether the key is in RAM or in a usable tier, as far as the index knows."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from kvtier.store.admission import SeenKeys
 from kvtier.store.context import StoreContext
 from kvtier.store.memory_tier import ResidentObjects
 from kvtier.store.operations import EngineState, Reservation
@@ -50,6 +51,7 @@ class Reservations:
         self._reads = sources.reads
         self._checksummer = checksummer
         self._open: dict[tuple[str, bytes], Reservation] = {}
+        self._seen = SeenKeys()
         self._early: OrderedDict[tuple[str, int], dict[int, bool]] = OrderedDict()
 
     def reserve(self, engine: EngineState, number: int, chunk: ChunkId, offset: int) -> None:
@@ -162,6 +164,9 @@ class Reservations:
             reservation.namespace, reservation.key, reservation.slot, shards, reservation.persistent
         )
         entry.previous = reservation.previous
+        if entry.persistent and self._seen.note(entry.namespace, entry.key):
+            # It occurs again, after it has left RAM.
+            entry.uses = 2
         self._context.count("stores_committed")
         self._resident.commit(entry)
         self._reads.deliver(entry)

@@ -20,6 +20,7 @@ from functools import partial
 from itertools import islice
 
 from kvtier.config.models import StorePolicy
+from kvtier.store.admission import admit_predecessors
 from kvtier.store.context import StoreContext, Timer
 from kvtier.store.executor import IoCall
 from kvtier.store.memory_tier import ResidentObjects
@@ -159,17 +160,27 @@ class WriteThrough:
     def maybe_write(self, entry: Entry) -> None:
         """Writes an object with checksums to every tier whose policy asks for it and that does not
         have it."""
+        if entry.meta is None or not entry.persistent:
+            return
+        if entry.uses > 1:
+            for each in admit_predecessors(self._resident, entry):
+                self._write_where_missing(each)
+        self._write_where_missing(entry)
+
+    def _write_where_missing(self, entry: Entry) -> None:
         meta = entry.meta
-        if meta is None or not entry.persistent:
+        if meta is None:
             return
         for secondary in self._tiers.all:
             policy = secondary.settings.store_policy
             if (
                 entry.busy & secondary.bit
                 or policy is StorePolicy.NONE
-                or (policy is StorePolicy.REUSED and entry.uses < 2)
                 or secondary.tier.contains(entry.ref)
             ):
+                continue
+            if policy is StorePolicy.REUSED and entry.uses < 2:
+                self._context.count("tier_writes_skipped", secondary.name, "not_reused")
                 continue
             self._write(secondary, entry, meta)
 

@@ -31,6 +31,7 @@ from kvtier.config.models import HttpEndpoint
 MAX_CLIENTS = 8
 MAX_REQUEST_BYTES = 8_192
 REQUEST_SECONDS = 5.0
+PROXIED_HEADER = b"kvtier-authorization"
 CRLF = "\r\n"
 ANSWER_SECONDS = 10.0
 """A scrape over a slow link; the response has tens of kilobytes."""
@@ -177,7 +178,7 @@ class HttpServer:
                 404, "not found; paths are " + ", ".join(self._routes)
             ), method == b"GET"
         authorizer = None if target.decode("latin-1") in OPEN_PATHS else self._authorizer
-        if authorizer is not None and not authorizer.authorizes(_header(request, b"authorization")):
+        if authorizer is not None and not authorizer.authorizes(_authorization(request)):
             return text_response(401, "a valid bearer token is required"), method == b"GET"
         try:
             return route(), method == b"GET"
@@ -185,6 +186,13 @@ class HttpServer:
             # A bug in a report must not look like a tierd that has exited.
             _log.exception("http: %s failed: %s", target, error)
             return text_response(500, "internal error; see the log"), method == b"GET"
+
+
+def _authorization(request: bytes) -> bytes:
+    """The ``Authorization`` header. The API server's proxy removes it, so ``kubectl kvtier`` sends
+    the same value in a header of its own.
+    """
+    return _header(request, b"authorization") or _header(request, PROXIED_HEADER)
 
 
 def _header(request: bytes, name: bytes) -> bytes:

@@ -11,14 +11,15 @@ import errno
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kvtier import __version__
 from kvtier.config.host_ports import HOST_POD_VARIABLE
-from kvtier.config.models import Daemon, Live, Structural
+from kvtier.config.models import Daemon, Live, LiveTier, Structural
 from kvtier.files import replace_file, volume_bytes
+from kvtier.store.secondary_tier import StoreTierState, limits_of
 from kvtier.store.store import TierStore
 from kvtier.store.types import StoreCounters
 from kvtier.tierd.host_pool import PoolFile
@@ -182,7 +183,7 @@ class Reporter:
             applied_generation=inputs.live.generation,
             live_refused_total=inputs.live_config.refused_total,
             live_refusals=tuple(map(str, inputs.live_config.refusals)),
-            tiers=self._tiers(store, recent, total),
+            tiers=self._tiers(store, inputs.live, recent, total),
             prompt_tokens=recent.prompt,
             prompt_tokens_total=total.prompt,
             sessions=_sessions(inputs.sessions),
@@ -197,7 +198,7 @@ class Reporter:
         )
 
     def _tiers(
-        self, store: TierStore | None, recent: TokenCounts, total: TokenCounts
+        self, store: TierStore | None, live: Live, recent: TokenCounts, total: TokenCounts
     ) -> tuple[TierSnapshot, ...]:
         states = {state.name: state for state in store.tier_states()} if store is not None else {}
         found = []
@@ -208,6 +209,7 @@ class Reporter:
             if state is None:
                 found.append(TierSnapshot(document.name, document.kind, "Unknown"))
                 continue
+            limits = limits_of(live.tiers.get(document.name, LiveTier()))
             found.append(
                 TierSnapshot(
                     name=document.name,
@@ -224,6 +226,7 @@ class Reporter:
                     cause=state.cause,
                     volume_bytes=state.volume_bytes,
                     volume_available_bytes=state.volume_available_bytes,
+                    min_free_bytes=limits.min_free(state.volume_bytes),
                 )
             )
         return tuple(found)
@@ -246,6 +249,8 @@ class Reporter:
         about_keys = key_condition(inputs.built.keys)
         if about_keys is not None:
             found.append(about_keys)
+        if inputs.store is not None:
+            found += disk_conditions(inputs.store.tier_states(), inputs.live)
         if self._http_error:
             found.append(StatusCondition("HttpNotServed", self._http_error))
         if self._port_taken:
@@ -269,6 +274,39 @@ class Reporter:
                 )
             )
         return tuple(found)
+
+
+def disk_conditions(states: Iterable[StoreTierState], live: Live) -> list[StatusCondition]:
+    """What is wrong with the sizes of the tiers' file systems."""
+    too_large, filled = [], []
+    for state in states:
+        settings = live.tiers.get(state.name, LiveTier())
+        size, free = state.volume_bytes, state.volume_available_bytes
+        if not size or settings.capacity_bytes is None:
+            continue
+        limits = limits_of(settings)
+        min_free = limits.min_free(size)
+        # Up to the high watermark nothing is evicted, so that is what the disk must have room for.
+        held = limits.capacity_bytes * limits.high_watermark_percent // 100
+        if held > size - min_free:
+            too_large.append(
+                f"tier {state.name}: capacity {_gib(limits.capacity_bytes)} exceeds its file "
+                f"system of {_gib(size)}, of which minFree keeps {_gib(min_free)} free"
+            )
+        if limits.keeps_free and free < min_free:
+            filled.append(
+                f"tier {state.name}: less than minFree ({_gib(min_free)} of {_gib(size)}) is free: "
+                "no objects are stored"
+            )
+    found = []
+    for kind, messages in (("CapacityExceedsDisk", too_large), ("MinFreeReached", filled)):
+        if messages:
+            found.append(StatusCondition(kind, "; ".join(messages)))
+    return found
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / (1 << 30):.2f} GiB"
 
 
 def _sessions(sessions: Sessions) -> tuple[SessionStatus, ...]:

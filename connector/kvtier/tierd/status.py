@@ -106,7 +106,8 @@ class HitCounters:
 
 STATES = ("Healthy", "Degraded", "BreakerOpen", "Unknown")
 CONDITIONS = (
-    "Draining", "HttpNotServed", "HttpPortTaken", "LiveValuesRefused", "PoolMissing", "PoolSmaller",
+    "CapacityExceedsDisk", "Draining", "HttpNotServed", "HttpPortTaken", "LiveValuesRefused",
+    "MinFreeReached", "PoolMissing", "PoolSmaller",
     "StorageGroupMissing", "StructuralChanged", "TierNotServed", "TierdNotRunning",
     "TopologyNotAccepted",
 )  # fmt: skip
@@ -131,6 +132,8 @@ class TierSnapshot:
     volume_bytes: int = 0
     """Size of the file system that the tier is on; 0 while it is unknown."""
     volume_available_bytes: int = 0
+    min_free_bytes: int = 0
+    """What stays free on the file system, whatever uses it."""
     hit_tokens: int = 0
     """Prompt tokens that were loaded from it in the last five minutes."""
     hit_tokens_total: int = 0
@@ -259,6 +262,11 @@ class _SnapshotCollector(Collector):
             "Bytes that are free on a tier's file system.",
             labels=["tier"],
         )
+        min_free = GaugeMetricFamily(
+            "kvtier_tier_min_free_bytes",
+            "Bytes that stay free on a tier's file system, whatever uses it.",
+            labels=["tier"],
+        )
         state = GaugeMetricFamily(
             "kvtier_tier_state",
             "State of a tier: 1 for the current state, else 0.",
@@ -274,9 +282,10 @@ class _SnapshotCollector(Collector):
             if tier.volume_bytes:
                 size.add_metric([tier.name], tier.volume_bytes)
                 available.add_metric([tier.name], tier.volume_available_bytes)
+                min_free.add_metric([tier.name], tier.min_free_bytes)
             for name in STATES:
                 state.add_metric([tier.name, name], float(tier.state == name))
-        yield from (size, available, state, loaded)
+        yield from (size, available, min_free, state, loaded)
 
     def _process_metrics(self) -> Iterable[Metric]:
         snapshot = self._snapshot

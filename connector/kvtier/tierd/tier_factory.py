@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import os
 import resource
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,8 +27,9 @@ from kvtier.config.models import (
     Topology,
 )
 from kvtier.errors import KVTierError
+from kvtier.store.secondary_tier import limits_of
 from kvtier.tierd.status import StatusCondition
-from kvtier.tiers.base import Tier, TierLimits
+from kvtier.tiers.base import Tier
 from kvtier.tiers.filesystem.seal import Sealing, require_cipher
 from kvtier.tiers.isolation_keys import KeyRing
 
@@ -55,18 +55,6 @@ def memory_document(structural: Structural) -> MemoryTierDocument:
         if isinstance(tier, MemoryTierDocument):
             return tier
     raise KVTierError("the topology has no memory tier")
-
-
-def limits_of(live: LiveTier) -> TierLimits:
-    """The live values that a tier applies itself."""
-    return TierLimits(
-        capacity_bytes=sys.maxsize if live.capacity_bytes is None else live.capacity_bytes,
-        high_watermark_percent=live.high_watermark_percent,
-        low_watermark_percent=live.low_watermark_percent,
-        retention_seconds=live.retention_seconds,
-        sync_data=live.sync_data,
-        load_timeout_seconds=live.load_timeout_seconds,
-    )
 
 
 def storage_group(gid: int | None) -> tuple[int | None, tuple[StatusCondition, ...]]:

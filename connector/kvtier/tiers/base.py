@@ -93,7 +93,8 @@ class TierLimits:
     """The live settings of a tier. Replaced as a whole, from any thread.
 
     ``load_timeout_seconds``: how long a load from this tier may take. A tier that can end a read
-    ends it then.
+    ends it then. ``min_free_bytes``, ``min_free_percent``: what stays free on the file system,
+    whatever uses it; the larger of both.
     """
 
     capacity_bytes: int
@@ -102,6 +103,17 @@ class TierLimits:
     retention_seconds: int = 604_800
     sync_data: bool = False
     load_timeout_seconds: float = 5.0
+    min_free_bytes: int = 0
+    min_free_percent: int = 0
+
+    @property
+    def keeps_free(self) -> bool:
+        """Whether some space stays free."""
+        return self.min_free_bytes > 0 or self.min_free_percent > 0
+
+    def min_free(self, volume_bytes: int) -> int:
+        """Bytes that stay free on a file system of ``volume_bytes``."""
+        return max(self.min_free_bytes, volume_bytes * self.min_free_percent // 100)
 
 
 OnChange = Callable[[str, bytes, bool], None]

@@ -13,7 +13,13 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, model
 from pydantic.alias_generators import to_camel
 from pydantic_core import PydanticCustomError
 
-from kvtier_operator.api.quantity import MAX_VALUE, PATTERN, Quantity
+from kvtier_operator.api.quantity import (
+    MAX_VALUE,
+    PATTERN,
+    PERCENTAGE_PATTERN,
+    Quantity,
+    SizeOrPercentage,
+)
 
 Path = tuple[str | int, ...]
 """Where in a document: keys and list indexes."""
@@ -204,6 +210,19 @@ NonNegativeQuantity = Annotated[
     AfterValidator(_not_negative),
     Accepts(NOT_NEGATIVE_WORDS),
     _quantity_rule("compareTo(quantity('0')) >= 0", NOT_NEGATIVE_WORDS),
+]
+AMOUNT_WORDS = "a percentage from 0% to 99%, or a quantity of zero or more, such as 10% or 50Gi"
+Amount = Annotated[
+    SizeOrPercentage,
+    Accepts(AMOUNT_WORDS),
+    Scalar(
+        cel=f"string(self).matches(r'{PERCENTAGE_PATTERN}') || "
+        f"(string(self).matches(r'{PATTERN}') && isQuantity(string(self)) && "
+        "quantity(string(self)).compareTo(quantity('0')) >= 0 && "
+        f"quantity(string(self)).isLessThan(quantity('{MAX_VALUE}')))",
+        message=f"must be {AMOUNT_WORDS}",
+        expression=f"'must be {AMOUNT_WORDS}, got ' + string(self)",
+    ),
 ]
 
 Name = Annotated[

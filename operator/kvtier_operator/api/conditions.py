@@ -98,6 +98,8 @@ class Reason(StrEnum):
     POOL_MISSING = "PoolMissing"
     KEY_MISSING = "KeyMissing"
     KEY_INVALID = "KeyInvalid"
+    MIN_FREE_REACHED = "MinFreeReached"
+    CAPACITY_EXCEEDS_DISK = "CapacityExceedsDisk"
     STUCK_TERMINATING = "StuckTerminating"
 
 

@@ -195,7 +195,7 @@ def _schema(shape: Shape, path: str) -> dict[str, Any]:
             }
             if shape.key is not None and shape.key.pattern is not None:
                 schema["x-kubernetes-validations"] = [_key_rule(shape.key)]
-        case "quantity":
+        case "quantity" | "size or percentage":
             schema = {
                 "anyOf": [{"type": "integer"}, {"type": "string"}],
                 "x-kubernetes-int-or-string": True,

@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from kvtier_operator.api.base import Accepts, Change, MapKey, Path, Scalar
-from kvtier_operator.api.quantity import Quantity
+from kvtier_operator.api.quantity import Quantity, SizeOrPercentage
 
 ITEM = "[]"
 """Stands for any index of a list in a field path."""
@@ -29,7 +29,8 @@ KEY = "<key>"
 @dataclass(frozen=True, slots=True)
 class Shape:
     """A value's type and bounds. ``kind``: "object" (``model``), "list" (``item``), "map" (``key``,
-    ``item``), "quantity", "integer", "string", "any". ``enum`` restricts a string.
+    ``item``), "quantity", "size or percentage", "integer", "string", "any". ``enum`` restricts a
+    string.
     """
 
     kind: str
@@ -125,7 +126,7 @@ def jsonable(value: Any) -> Any:
         }
     if isinstance(value, Enum):
         return value.value
-    if isinstance(value, Quantity):
+    if isinstance(value, Quantity | SizeOrPercentage):
         return value.text
     if isinstance(value, Mapping):
         return {key: jsonable(item) for key, item in value.items()}
@@ -188,6 +189,8 @@ def shape_of(annotation: Any, metadata: tuple[Any, ...] = ()) -> Shape:
             return Shape(kind="string", enum=tuple(member.value for member in annotation), **found)
         if issubclass(annotation, Quantity):
             return Shape(kind="quantity", **found)
+        if issubclass(annotation, SizeOrPercentage):
+            return Shape(kind="size or percentage", **found)
         if annotation is int:
             return Shape(kind="integer", **found)
         if annotation is str:

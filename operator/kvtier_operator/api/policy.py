@@ -128,6 +128,18 @@ class PolicySpec(Model):
             description=("Minimum number of tokens to load. Shorter hits are recomputed."),
         ),
     ] = 512
+    min_store_tokens: Annotated[
+        Integer,
+        LIVE,
+        Field(
+            ge=0,
+            le=10_000_000,
+            description=(
+                "Minimum number of tokens in a prompt to store. Nothing of a request with a "
+                "shorter prompt is stored."
+            ),
+        ),
+    ] = 0
     selection: Annotated[
         Selection,
         LIVE,

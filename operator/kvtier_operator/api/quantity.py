@@ -96,3 +96,53 @@ class Quantity:
                 lambda quantity: quantity.text
             ),
         )
+
+
+PERCENTAGE_PATTERN = r"^[1-9]?[0-9]%$"
+_PERCENTAGE = re.compile(PERCENTAGE_PATTERN, re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class SizeOrPercentage:
+    """A size or a percentage from 0% to 99%, as written (``text``). One of both is None."""
+
+    text: str
+    size: Quantity | None
+    percent: int | None
+
+    @classmethod
+    def parse(cls, written: int | str) -> SizeOrPercentage:
+        """Parses a value of a document. Raises ``QuantityError``."""
+        if isinstance(written, str) and _PERCENTAGE.fullmatch(written):
+            return cls(written, None, int(written[:-1]))
+        size = Quantity.parse(written)
+        if not 0 <= size.value < MAX_VALUE:
+            raise QuantityError("below zero or too large")
+        return cls(size.text, size, None)
+
+    @property
+    def size_bytes(self) -> int:
+        """The size; 0 if this is a percentage."""
+        return 0 if self.size is None else self.size.size_bytes
+
+    def __str__(self) -> str:
+        return self.text
+
+    @classmethod
+    def __get_pydantic_core_schema__(
+        cls, source: Any, handler: GetCoreSchemaHandler
+    ) -> core_schema.CoreSchema:
+        def validate(given: Any) -> SizeOrPercentage:
+            if isinstance(given, SizeOrPercentage):
+                return given
+            try:
+                return cls.parse(given)
+            except QuantityError as error:
+                raise PydanticCustomError("quantity", "{why}", {"why": str(error)}) from None
+
+        return core_schema.no_info_plain_validator_function(
+            validate,
+            serialization=core_schema.plain_serializer_function_ser_schema(
+                lambda amount: amount.text
+            ),
+        )

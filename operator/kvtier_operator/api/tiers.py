@@ -13,6 +13,7 @@ from kvtier_operator.api.base import (
     LIVE,
     STRUCTURAL,
     Accepts,
+    Amount,
     ErrorType,
     Integer,
     Model,
@@ -25,8 +26,8 @@ from kvtier_operator.api.base import (
     exactly_one_expression,
     exactly_one_of,
 )
-from kvtier_operator.api.quantity import Quantity
-from kvtier_operator.api.volumes import ONE_NODE_MODES, Volume
+from kvtier_operator.api.quantity import Quantity, SizeOrPercentage
+from kvtier_operator.api.volumes import ONE_NODE_MODES, Medium, Volume
 
 
 class EvictionPolicy(StrEnum):
@@ -80,7 +81,15 @@ class MemoryTier(Model):
         ),
     ]
     eviction_policy: Annotated[
-        EvictionPolicy, STRUCTURAL, Field(description="Which object is evicted first.")
+        EvictionPolicy,
+        STRUCTURAL,
+        Field(
+            description=(
+                "Which object is evicted first. LRU: the end of the least recently used prefix, "
+                "with an eighth of the room kept for prefixes that were used again. ARC: learns "
+                "how much room to keep for them."
+            )
+        ),
     ] = EvictionPolicy.LRU
     persistence: Annotated[
         Persistence,
@@ -145,6 +154,11 @@ def _limit_holds_capacity(tier: FileSystemTierSpec) -> Iterator[Violation]:
         )
 
 
+NODE_DISK_MIN_FREE = SizeOrPercentage.parse("15%")
+"""On the file system of a node, where the kubelet evicts pods below 10 to 15 percent."""
+NO_MIN_FREE = SizeOrPercentage.parse(0)
+
+
 class FileSystemTierSpec(Model):
     """Directory with one file per object."""
 
@@ -153,6 +167,18 @@ class FileSystemTierSpec(Model):
         LIVE,
         Field(description="Capacity of the directory, for all pods that share it."),
     ]
+    min_free: Annotated[
+        Amount | None,
+        LIVE,
+        Field(
+            description=(
+                "Space that stays free on the file system, whatever uses it: a size, or a "
+                "percentage of the file system. The tier evicts its objects and stops storing to "
+                "leave it. Defaults to 15% for hostPath and for emptyDir on disk, because the "
+                "kubelet evicts pods from a node whose disk is 85 to 90% full, and to 0 otherwise."
+            )
+        ),
+    ] = None
     high_watermark_percent: Annotated[
         Integer,
         LIVE,
@@ -220,6 +246,15 @@ class FileSystemTierSpec(Model):
     volume: Annotated[
         Volume, STRUCTURAL, Field(description="Volume of the directory, with exactly one source.")
     ]
+
+    @property
+    def effective_min_free(self) -> SizeOrPercentage:
+        """``minFree``, or its default for the volume."""
+        if self.min_free is not None:
+            return self.min_free
+        empty_dir = self.volume.empty_dir
+        on_disk = empty_dir is not None and empty_dir.medium is Medium.DISK
+        return NODE_DISK_MIN_FREE if on_disk or self.volume.host_path is not None else NO_MIN_FREE
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(

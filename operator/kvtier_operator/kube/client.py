@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -28,7 +28,7 @@ from kubernetes.aio.dynamic import DynamicClient
 
 from kvtier_operator.api.names import FIELD_MANAGER
 from kvtier_operator.kube import credentials
-from kvtier_operator.kube.resources import ApiError, Client, Kind, Object
+from kvtier_operator.kube.resources import PODS, ApiError, Client, Kind, Object
 
 PAGE_OBJECTS = 500
 """The number of objects in one page of a list; kubectl uses the same value."""
@@ -185,6 +185,32 @@ class ApiClient(Client):
             # 409 with only a uid: another object has the name, so the given one is gone.
             if error.status != 404 and not (error.status == 409 and not resource_version):
                 raise
+
+    async def read_pod(
+        self, namespace: str, pod: str, path: str, headers: Mapping[str, str], max_bytes: int
+    ) -> bytes:
+        """GET from a pod through the API server. ``pod`` is NAME:PORT. One attempt; an answer has
+        at most ``max_bytes`` + 1 bytes. A pod that cannot be reached is a 503.
+        """
+        url = f"{PODS.path(namespace, pod, 'proxy')}{path}"
+        seconds = self._limits.attempt_seconds
+        options = {"header_params": {"Accept": "*/*", **headers}, "_request_timeout": seconds}
+        try:
+            async with self._slots, asyncio.timeout(seconds):
+                response = await self._dynamic.request("get", url, serialize=False, **options)
+                body = bytearray()
+                async for piece in response.content.iter_chunked(64 << 10):
+                    body += piece
+                    if len(body) > max_bytes:
+                        response.close()
+                        break
+                return bytes(body[: max_bytes + 1])
+        except TimeoutError as error:
+            raise ApiError(0, "Timeout", f"no response in {seconds:g} s") from error
+        except ApiException as error:
+            raise _api_error(error) from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise ApiError(0, "Disconnected", f"{type(error).__name__}: {error}") from error
 
     async def _list(
         self,

@@ -194,6 +194,7 @@ def live(policy: KVTierPolicy, generation: int = 0) -> Live:
         generation=generation,
         selection=spec.selection,
         min_load_tokens=spec.min_load_tokens,
+        min_store_tokens=spec.min_store_tokens,
         breaker=BreakerSettings(
             failure_threshold=spec.breaker.failure_threshold,
             period_seconds=spec.breaker.period_seconds,
@@ -220,6 +221,8 @@ def _live_tier(tier: TierSpec) -> LiveTier:
             "low_watermark_percent": files.low_watermark_percent,
             "retention_seconds": files.retention_seconds,
             "sync_data": files.sync is Sync.DATA,
+            "min_free_bytes": files.effective_min_free.size_bytes,
+            "min_free_percent": files.effective_min_free.percent or 0,
         }
     elif tier.lmcache is not None and tier.lmcache.capacity is not None:
         common["capacity_bytes"] = tier.lmcache.capacity.size_bytes

@@ -60,6 +60,12 @@ def attached(name: str = "chat-1", *tiers: Any, generation: int = 5, **more: Any
     )
 
 
+def reporting(conditions: list[dict[str, str]]) -> PodView:
+    return view_of(
+        running(injected_pod("chat-1")), status_document(generation=5, conditions=conditions)
+    )
+
+
 def not_attached(name: str = "chat-2", **more: Any) -> PodView:
     return view_of(running(injected_pod(name)), status_document(sessions="none", **more))
 
@@ -308,6 +314,25 @@ HEALTHY_CASES: list[tuple[str, str, list[PodView], dict[str, Any]]] = [
         "False",
         "KeyInvalid",
         [not_attached(conditions=[{"type": "KeyInvalid", "message": "no current key"}])],
+        {},
+    ),
+    (
+        "False",
+        "CapacityExceedsDisk",
+        [reporting([{"type": "CapacityExceedsDisk", "message": "tier nvme"}])],
+        {},
+    ),
+    (
+        "False",
+        "MinFreeReached",
+        [
+            reporting(
+                [
+                    {"type": "CapacityExceedsDisk", "message": "tier nvme"},
+                    {"type": "MinFreeReached", "message": "tier nvme"},
+                ]
+            )
+        ],
         {},
     ),
     ("False", "StuckTerminating", [attached()], {"overdue": [OVERDUE]}),

@@ -193,6 +193,16 @@ CASES = {
         OF_TIER,
         before="20m",
     ),
+    "KVTierCapacityExceedsDisk": Case(
+        {f'kvtier_condition{{{POD},type="CapacityExceedsDisk"}}': "1x60"},
+        {
+            f'kvtier_condition{{{POD},type="CapacityExceedsDisk"}}': "0x60",
+            f'kvtier_condition{{{POD},type="Draining"}}': "1x60",
+        },
+        "A tier of n/e has a capacity that its disk has no room for.",
+        OF_POD,
+        before="3m",
+    ),
     "KVTierSharedMemoryLow": Case(
         {
             f"kvtier_run_volume_available_bytes{{{POD}}}": "1048576x60",

@@ -73,6 +73,7 @@ VOLUMES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 ALTERNATIVES: dict[str, Any] = {
     "engine.hashSeed": "7",
+    "tiers[].fileSystem.minFree": "7%",
     "engine.containerName": "second",
     "engine.pythonPath": "/more",
     "isolation.keySecretRef.name": "keys",

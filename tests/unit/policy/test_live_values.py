@@ -48,6 +48,7 @@ class TestMerging:
                 "generation": 3,
                 "selection": "Weighted",
                 "minLoadTokens": 1,
+                "minStoreTokens": 2,
                 "breaker": {"failureThreshold": 2, "periodSeconds": 9},
                 "tiers": {
                     "nvme": {
@@ -62,12 +63,15 @@ class TestMerging:
                         "lowWatermarkPercent": 50,
                         "retentionSeconds": 0,
                         "syncData": True,
+                        "minFreeBytes": 11,
+                        "minFreePercent": 12,
                     }
                 },
             }
         )
         assert refusals == {}
         assert (after.generation, after.selection, after.min_load_tokens) == (3, "Weighted", 1)
+        assert after.min_store_tokens == 2
         assert (after.breaker.failure_threshold, after.breaker.period_seconds) == (2, 9)
         assert after.tiers["nvme"].model_dump(mode="json") == {
             "load_weight": 7,
@@ -81,6 +85,8 @@ class TestMerging:
             "low_watermark_percent": 50,
             "retention_seconds": 0,
             "sync_data": True,
+            "min_free_bytes": 11,
+            "min_free_percent": 12,
         }
         assert after.tiers["shared"] == BEFORE.tiers["shared"]
 

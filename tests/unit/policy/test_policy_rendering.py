@@ -40,6 +40,7 @@ class TestContentHash:
         "changes",
         [
             {"spec.minLoadTokens": 1024},
+            {"spec.minStoreTokens": 1024},
             {"spec.selection": "Weighted"},
             {"spec.tiers.1.loadWeight": 7},
             {"spec.tiers.1.lookupTimeoutMilliseconds": 7},
@@ -163,7 +164,9 @@ class TestTopology:
             max_pending_store_bytes=4 << 30,
             max_write_bytes_per_second=200_000_000,
             capacity_bytes=500 << 30,
+            min_free_percent=10,
         )
+        assert document.live.tiers["shared"].min_free_percent == 0
         assert document.live.tiers["remote"].capacity_bytes == 1 << 40
         assert document.live.tiers["ram"].capacity_bytes is None
 
@@ -173,14 +176,36 @@ class TestTopology:
                 {
                     "spec.selection": "Weighted",
                     "spec.minLoadTokens": 0,
+                    "spec.minStoreTokens": 4096,
                     "spec.breaker": {"failureThreshold": 2, "periodSeconds": 3},
                     "spec.tiers.1.fileSystem.sync": "Data",
                 }
             )
         )
         assert (values.selection, values.min_load_tokens) == ("Weighted", 0)
+        assert values.min_store_tokens == 4096
         assert (values.breaker.failure_threshold, values.breaker.period_seconds) == (2, 3)
         assert values.tiers["nvme"].sync_data
+
+    @pytest.mark.parametrize(("volume", "given", "kept"), [
+        ({"hostPath": {"path": "/mnt/nvme/kv"}}, None, (0, 15)),
+        ({"emptyDir": {}}, None, (0, 15)),
+        ({"emptyDir": {"medium": "Memory"}}, None, (0, 0)),
+        ({"persistentVolumeClaim": {"claimName": "mine"}}, None, (0, 0)),
+        ({"nfs": {"server": "nas.example", "path": "/kv"}}, None, (0, 0)),
+        ({"hostPath": {"path": "/mnt/nvme/kv"}}, 0, (0, 0)),
+        ({"hostPath": {"path": "/mnt/nvme/kv"}}, "50Gi", (50 << 30, 0)),
+        ({"nfs": {"server": "nas.example", "path": "/kv"}}, "5%", (0, 5)),
+    ])  # fmt: skip
+    def test_min_free_has_a_default_on_disks_of_a_node(
+        self, volume: dict[str, Any], given: object, kept: tuple[int, int]
+    ) -> None:
+        changes = {
+            "spec.tiers.1.fileSystem.volume": volume,
+            "spec.tiers.1.fileSystem.minFree": REMOVED if given is None else given,
+        }
+        values = live(_policy(changes)).tiers["nvme"]
+        assert (values.min_free_bytes, values.min_free_percent) == kept
 
     def test_a_fraction_of_a_byte_is_rounded_up(self) -> None:
         assert (

@@ -123,6 +123,11 @@ def test_the_installed_distribution_has_the_command_tierd_and_the_plugin() -> No
     assert entries["vllm.general_plugins", "kvtier"] == "kvtier.engines.vllm.plugin:register"
 
 
+def test_the_command_is_a_plugin_of_kubectl_too() -> None:
+    scripts = PROJECT["scripts"]
+    assert scripts["kubectl-kvtier"] == scripts["kvtier"]
+
+
 def test_every_entry_point_can_be_loaded_but_the_one_that_needs_an_engine() -> None:
     for entry in metadata.distribution("kvtier").entry_points:
         if entry.group == "console_scripts":

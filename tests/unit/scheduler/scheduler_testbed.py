@@ -201,6 +201,7 @@ class FakeRequest:
     ) -> None:
         self.request_id = request_id
         self.all_tokens = list(tokens)
+        self.num_prompt_tokens = len(self.all_tokens)
         self.num_computed_tokens = 0
         self.lora_request = lora
         self.status = SimpleNamespace(name="RUNNING")

@@ -11,13 +11,14 @@ from tests.unit.scheduler.scheduler_testbed import (
     FakeRequest,
     SchedulerTestbed,
     chunks_of,
+    topology,
 )
 
 from kvtier.engines.common.scheduler_stores import (
     PROGRESS_TIMEOUT_SECONDS,
     RECENTLY_COMMITTED_SECONDS,
 )
-from kvtier.tierd.wire import Reserve, Usable
+from kvtier.tierd.wire import LiveSettings, Reserve, Usable
 
 
 @pytest.fixture(params=[True, False], ids=["tables offered", "tables followed"])
@@ -36,6 +37,34 @@ def _computed(
     testbed.run({request_id: tokens})
     request.append(1)
     return request
+
+
+def _limit(testbed: SchedulerTestbed, tokens: int) -> None:
+    live = topology().live.model_copy(update={"min_store_tokens": tokens})
+    testbed.client.sink(LiveSettings(settings=live.model_dump_json(by_alias=True)))
+
+
+def test_a_prompt_that_is_too_short_is_not_stored_and_counted(testbed: SchedulerTestbed) -> None:
+    _limit(testbed, 301)
+    request = _computed(testbed)
+    assert testbed.build({"r": 1}).stores == []
+    testbed.finish(request)
+    assert testbed.build({}).stores == []
+    assert testbed.scheduler.stores.dropped == {"short_prompt": 4}
+    assert testbed.pool.referenced() == []
+    longer = _computed(testbed, 301, "other", seed=1)
+    assert len(testbed.build({"other": 1}).stores) == 4
+    assert longer.num_prompt_tokens == 301
+
+
+def test_a_limit_that_is_lowered_counts_for_requests_that_are_running(
+    testbed: SchedulerTestbed,
+) -> None:
+    _limit(testbed, 10_000)
+    _computed(testbed)
+    assert testbed.build({"r": 1}).stores == []
+    _limit(testbed, 300)
+    assert chunks_of(testbed, testbed.build({"r": 1}).stores) == [0, 1, 2, 3]
 
 
 def test_nothing_is_stored_before_its_step_was_executed(testbed: SchedulerTestbed) -> None:

@@ -14,6 +14,7 @@ from tests.unit.store.store_fixture import (
 
 from kvtier.config.models import LiveTier, StorePolicy
 from kvtier.errors import TierNoSpaceError, TierUnavailableError
+from kvtier.store.admission import SeenKeys
 from kvtier.store.types import PresenceChanged
 from kvtier.tiers.base import ObjectRef
 
@@ -94,6 +95,41 @@ def test_policy_reused_writes_objects_stored_a_second_time() -> None:
     fixture.put(0)
     fixture.settle()
     assert list(fixture.tier.objects) == [ref(0)]
+
+
+def test_policy_reused_writes_what_is_stored_again_after_it_has_left_ram() -> None:
+    fixture = StoreFixture(values=live(disk=LiveTier(store_policy=StorePolicy.REUSED)))
+    fixture.engine()
+    fixture.put_prompt(0)
+    for chunk in range(1, 40):
+        fixture.put_prompt(chunk)
+    assert fixture.bits(0) == 0
+    assert fixture.tier.objects == {}
+    assert fixture.counted("tier_writes_skipped", "disk", "not_reused") == 40
+    fixture.put_prompt(0)
+    assert list(fixture.tier.objects) == [ref(0)]
+
+
+def test_policy_reused_writes_the_beginning_of_a_prefix_that_was_loaded_in_part() -> None:
+    fixture = StoreFixture(values=live(disk=LiveTier(store_policy=StorePolicy.REUSED)))
+    fixture.engine()
+    fixture.put_prompt(0, 1, 2, 3, 4)
+    # The engine has the chunks before these in GPU memory, and loads no more than it needs.
+    fixture.load(2, 3)
+    fixture.settle()
+    assert list(fixture.tier.objects) == [ref(0), ref(1), ref(2), ref(3)]
+
+
+def test_what_was_stored_is_remembered_for_a_bounded_time() -> None:
+    seen = SeenKeys(keys=1_000)
+    keys = [block_hash(number) for number in range(3_000)]
+    assert not any(seen.note(NAMESPACE, key) for key in keys[:1_000])
+    assert all(seen.note(NAMESPACE, key) for key in keys[:1_000])
+    assert not seen.note("b" * 32, keys[0])
+    for key in keys[1_000:]:
+        seen.note(NAMESPACE, key)
+    assert all(seen.note(NAMESPACE, key) for key in keys[2_000:])
+    assert not seen.note(NAMESPACE, keys[1])
 
 
 def test_each_tier_follows_its_own_policy_and_a_change_counts_at_once() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -181,3 +182,25 @@ def test_metrics_can_be_parsed_and_carry_the_names_that_are_promised() -> None:
     assert samples["kvtier_loaded_tokens_total", (("tier", "ram"),)] == 300
     assert samples["kvtier_live_refused_total", ()] == 2
     assert samples["kvtier_epoch", ()] == 4
+
+
+def test_the_token_may_come_in_a_header_that_proxies_keep(tmp_path: Path) -> None:
+    """The API server's proxy removes ``Authorization``. A wrong one is not made up for."""
+    token = tmp_path / "token"
+    token.write_text("t")
+    routes = {"/status": lambda: text_response(200, "ok")}
+    server = HttpServer("127.0.0.1", 0, routes, module.BearerToken(token))
+
+    def status(*headers: str) -> bytes:
+        lines = "".join(f"{each}\r\n" for each in headers)
+        return raw(server, f"GET /status HTTP/1.1\r\n{lines}\r\n".encode())[9:12]
+
+    try:
+        assert status("KVTier-Authorization: Bearer t") == b"200"
+        assert status("kvtier-authorization: bearer t") == b"200"
+        assert status("KVTier-Authorization: Bearer x") == b"401"
+        assert status("KVTier-Authorization: t") == b"401"
+        assert status("Authorization: Bearer x", "KVTier-Authorization: Bearer t") == b"401"
+        assert status() == b"401"
+    finally:
+        server.close()

@@ -142,6 +142,11 @@ class SequenceState(RequestState):
         """Whether a promotion was requested since the last allocation."""
 
     @property
+    def prompt_tokens(self) -> int:
+        """Number of tokens in the prompt."""
+        return int(self.seq.num_prompt_tokens)
+
+    @property
     def computed_tokens_now(self) -> int:
         """Prompt tokens whose KV is in the sequence's blocks: 0 while it has none."""
         if not self.seq.block_table:

@@ -120,6 +120,11 @@ class RequestState:
         self._keys: list[bytes] = []
         self._hashes: list[bytes] = []
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of tokens in the prompt."""
+        return int(self.request.num_prompt_tokens)
+
     def is_cacheable(self, adapters: AdapterDigests) -> bool:
         """Returns whether the request has keys.
 

@@ -1,9 +1,10 @@
 """Stores on the scheduler side: which chunks leave GPU memory, and which blocks stay referenced.
 
-A chunk is stored once the workers have executed its last token, unless a tier holds it already or
-another request is storing it. If there is no free slot, or too much is in flight, the chunk waits
-behind its request's frontier. When the request finishes, chunks without a slot are held for a
-moment, with their blocks referenced; then they are dropped. A store never delays a request.
+A chunk is stored once the workers have executed its last token, unless a tier holds it already,
+another request is storing it, or the prompt is too short. If there is no free slot, or too much is
+in flight, the chunk waits behind its request's frontier. When the request finishes, chunks without
+a slot are held for a moment, with their blocks referenced; then they are dropped. A store never
+delays a request.
 
 The blocks of a store are referenced in vLLM's block pool from planning until every rank reports.
 docs/datapath.md explains why. The scheduler's thread only.
@@ -130,7 +131,8 @@ class SchedulerStores:
         frontier = state.frontier
         if frontier.next_chunk >= storable_chunks:
             return
-        blocked_reason = self._store_blocked_reason()
+        blocked_reason = self._store_blocked_reason(state)
+        # The frontier stays, so that a limit that is lowered has its effect on running requests.
         if blocked_reason and not finished:
             return
         replica = self._session.replica
@@ -155,8 +157,8 @@ class SchedulerStores:
                     self.dropped[reason] += 1
             frontier.next_chunk = chunk + 1
 
-    def _store_blocked_reason(self) -> str:
-        """Returns why no chunk can be stored; empty if chunks can be stored."""
+    def _store_blocked_reason(self, state: RequestState | None = None) -> str:
+        """Returns why no chunk, or none of this request, can be stored; empty if some can."""
         if self.pool is None:
             return "no_block_pool"
         session = self._session
@@ -168,6 +170,8 @@ class SchedulerStores:
             return "replica_incomplete"
         if self.worker_epoch is not None and self.worker_epoch != session.epoch:
             return "worker_not_attached"
+        if state is not None and state.prompt_tokens < session.live.min_store_tokens:
+            return "short_prompt"
         return ""
 
     def _plan_chunk(

@@ -64,8 +64,8 @@ COUNTERS = (
         "reason",
         (
             "blocks_gone", "in_flight_blocks", "lost", "no_block_pool", "no_credit", "not_attached",
-            "off", "replica_incomplete", "reset", "unknown_report", "weights_stale",
-            "weights_unknown", "worker_not_attached",
+            "off", "replica_incomplete", "reset", "short_prompt", "unknown_report",
+            "weights_stale", "weights_unknown", "worker_not_attached",
         ),
     ),
     Metric("loaded_bytes", "Bytes copied from the memory tier to GPU memory."),

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from kvtier.tiers.base import OnChange, TierLimits
 from kvtier.tiers.filesystem.announcements import Announcements
+from kvtier.tiers.filesystem.free_space import FreeSpace
 from kvtier.tiers.filesystem.index import Index
 from kvtier.tiers.filesystem.layout import Modes
 
@@ -27,6 +28,7 @@ class TierDirectory:
     ``limits``: the live limits. ``shared``: other processes write here. ``on_change`` announces
     objects that appeared or were removed. ``in_use``: namespaces of engines of this process.
     ``clock``: monotonic seconds, for leases. ``announcements``: what other processes are told.
+    ``free_space``: keeps ``minFree``; None where the capacity alone limits.
     """
 
     root: Path
@@ -38,6 +40,7 @@ class TierDirectory:
     in_use: Callable[[], Container[str]] = frozenset
     clock: Callable[[], float] = time.monotonic
     announcements: Announcements = field(default_factory=lambda: Announcements(False))
+    free_space: FreeSpace | None = None
 
     def drop(self, namespace: str, key: bytes) -> None:
         """The object no longer exists: removes it from the index and announces it."""

@@ -228,12 +228,15 @@ class Index:
                 self._file_used_at[node] = used_at
             return True
 
-    def touch(self, namespace: str, key: bytes, previous: bytes = b"") -> None:
-        """Notes a use of the object. ``previous``: as for ``publish``."""
+    def touch(
+        self, namespace: str, key: bytes, previous: bytes = b"", *, often: bool = True
+    ) -> None:
+        """Notes a use of the object. ``previous``: as for ``publish``. Without ``often`` it becomes
+        the most recently used object, but is not known to have been used again."""
         with self._lock:
             node = self._find(namespace, key)
             if node:
-                self._use(namespace, node, previous)
+                self._use(namespace, node, previous, often=often)
 
     def remove(self, namespace: str, key: bytes) -> bool:
         """The object no longer exists. False if it was not indexed."""
@@ -265,7 +268,7 @@ class Index:
     def oldest(self) -> tuple[str, bytes] | None:
         """The object to evict next, which stays indexed; None if there is none."""
         with self._lock:
-            node = self._order.oldest()
+            node = self._order.victim()
             return self._name(node) if node else None
 
     # Scans.
@@ -384,12 +387,12 @@ class Index:
         self._used_bytes += (units - self._units[node]) * ALIGNMENT_BYTES
         self._units[node] = units
 
-    def _use(self, namespace: str, node: int, previous: bytes) -> None:
+    def _use(self, namespace: str, node: int, previous: bytes, *, often: bool = True) -> None:
         if previous and not self._order.predecessor(node):
             parent = self._predecessor(namespace, previous)
             if parent and not self._order.follow(node, parent):
                 self._forget(parent)
-        self._order.use(node)
+        self._order.use(node, often=often)
 
     def _leave(self, node: int) -> tuple[str, bytes]:
         namespace, key = self._name(node)
@@ -421,4 +424,4 @@ class Index:
         self._unindexed += 1
         self._unindexed_in_scan += 1
         self._unindexed_total += 1
-        return self._leave(self._order.oldest())
+        return self._leave(self._order.victim())

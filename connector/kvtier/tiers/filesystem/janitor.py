@@ -59,6 +59,7 @@ _MAX_UNREMOVABLE = 8
 """Files that cannot be removed in one eviction. With more of them the file system itself fails."""
 _RECENT_COUNT_SECONDS = 1.0
 """A count that ended so recently has found everything that can be found."""
+_FILLED_COUNT_SECONDS = 10.0
 
 BucketName = tuple[str, str, str]
 
@@ -112,15 +113,27 @@ class Janitor:
     # The ledger.
 
     @property
+    def _capacity_bytes(self) -> int:
+        """The capacity, or what the file system has for the directory if that is less."""
+        capacity, space = self._directory.limits().capacity_bytes, self._directory.free_space
+        allowed = None if space is None else space.allowed_bytes()
+        return capacity if allowed is None else min(capacity, allowed)
+
+    @property
     def limit_bytes(self) -> int:
         """What may be charged."""
-        capacity, writers = self._directory.limits().capacity_bytes, len(self._writers)
+        capacity, writers = self._capacity_bytes, len(self._writers)
         logs = log_bytes(capacity, writers) if self._directory.announcements.enabled else 0
         return limit_bytes(capacity, writers) - logs
 
     def grant_bytes(self) -> int:
         """Size of a grant."""
-        return grant_bytes(self._directory.limits().capacity_bytes, len(self._writers))
+        return grant_bytes(self._capacity_bytes, len(self._writers))
+
+    def _follow_free_space(self) -> None:
+        space, held = self._directory.free_space, self.ledger.held_bytes(self._reported_bytes())
+        if space is not None and held is not None:
+            space.follow(held)
 
     def write_ledger(self, now: float, *, released: bool = False) -> None:
         """Writes the ledger if it has changed or a heartbeat is due; then removes the files of the
@@ -190,6 +203,7 @@ class Janitor:
             self._listed_at = now
             for name in listdir_uncached(writers_path(self._root)):
                 self._writers.setdefault(name, _WriterState())
+        self._follow_free_space()
         busy = False
         for name, writer in list(self._writers.items()):
             found = read_writer(self._root, name)
@@ -383,9 +397,10 @@ class Janitor:
         """Evicts one batch on the way from above the high watermark to the low one. True if there
         is more to evict at once.
         """
-        limits, limit = self._directory.limits(), self.limit_bytes
         if self.ledger.base_bytes is None:
             return False
+        self._follow_free_space()
+        limits, limit = self._directory.limits(), self.limit_bytes
         low = limit * limits.low_watermark_percent // 100
         if self._surplus(limit) > 0 and self.ledger.granted_bytes > limit // _REVOKE_FRACTION:
             self.revoke_grants(now)
@@ -395,10 +410,16 @@ class Janitor:
         if self._surplus(low) <= 0:
             self._evicting = False
         elif not self._evicting and (
-            now - self._counted_at > _RECENT_COUNT_SECONDS or self._index.unindexed
+            now - self._counted_at > self._recent_count_seconds or self._index.unindexed
         ):
             self.needs_full_count = True
         return self._evicting
+
+    @property
+    def _recent_count_seconds(self) -> float:
+        """While others fill the file system, nothing may be left to evict for days."""
+        filled = self._capacity_bytes < self._directory.limits().capacity_bytes
+        return _FILLED_COUNT_SECONDS if filled else _RECENT_COUNT_SECONDS
 
     def evict(self, surplus_bytes: int, at_most: int | None = None) -> int:
         """Removes objects, the ends of the least recently used prefixes first, until

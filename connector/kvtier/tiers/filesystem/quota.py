@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,17 @@ class Ledger:
     def charge_bytes(self) -> int | None:
         """What counts as used. None until the base is known."""
         return None if self._base_bytes is None else self._base_bytes + self.granted_bytes
+
+    def held_bytes(self, reported: Mapping[tuple[str, int], int]) -> int | None:
+        """What the directory holds: the base, and the bytes that writers ``reported`` for each
+        grant. None until the base is known.
+        """
+        if self._base_bytes is None:
+            return None
+        return self._base_bytes + sum(
+            max(min(reported.get(name, 0), grant.size_bytes) - grant.counted_bytes, 0)
+            for name, grant in self._grants.items()
+        )
 
     def open_grants(self, writer: str) -> list[int]:
         """Numbers of a writer's grants that are charged."""

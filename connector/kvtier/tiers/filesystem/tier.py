@@ -52,6 +52,7 @@ from kvtier.tiers.filesystem.announcement_log import AnnouncementLog
 from kvtier.tiers.filesystem.announcements import Announcements
 from kvtier.tiers.filesystem.directory import TierDirectory
 from kvtier.tiers.filesystem.format import HEADER_BYTES
+from kvtier.tiers.filesystem.free_space import FreeSpace
 from kvtier.tiers.filesystem.index import MAX_INDEXED_OBJECTS, Index
 from kvtier.tiers.filesystem.io import GONE
 from kvtier.tiers.filesystem.layout import DIRECTORY_BYTES, IDENTITY, Modes, make_directory
@@ -112,6 +113,7 @@ class FileSystemTier(Tier):
         self._unusable = UnusableObjects(clock)
         self._described: set[str] = set()
         self._described_at = clock()
+        self._free_space = FreeSpace(self._root, lambda: self._limits, clock)
         self._directory = TierDirectory(
             self._root,
             self._modes,
@@ -122,6 +124,7 @@ class FileSystemTier(Tier):
             in_use=lambda: self._described,
             clock=clock,
             announcements=Announcements(self.capabilities.shared, clock),
+            free_space=self._free_space,
         )
         self._announcements = self._directory.announcements
         self.maintenance = DirectoryMaintenance(self._directory)
@@ -366,6 +369,10 @@ class FileSystemTier(Tier):
         """Calls ``write`` with a temporary path for a file of ``size_bytes``, and renames it to
         ``path``. Raises ``TierError`` and ``OSError``; then ``path`` is unchanged.
         """
+        with self._free_space.admit(size_bytes):
+            self._publish_admitted(path, size_bytes, write)
+
+    def _publish_admitted(self, path: str, size_bytes: int, write: Callable[[str], None]) -> None:
         allocation = self.maintenance.acquire_bytes(size_bytes)
         temporary = self.maintenance.writer.new_working_path()
         used = size_bytes

@@ -326,7 +326,8 @@ class DirectoryScan:
             if not self._index.mark_seen(found.namespace, found.key):
                 self._discovered.append(found)
             elif found.used_at > self._used_after:
-                self._index.touch(found.namespace, found.key)
+                # Its first use or a later one; the time of a file does not tell.
+                self._index.touch(found.namespace, found.key, often=False)
         self._count(bucket)
 
     def _count(self, bucket: Bucket) -> None:

@@ -30,6 +30,11 @@ NOT_SERVED = {
     "KeyInvalid": Reason.KEY_INVALID,
 }
 """Conditions of tierd about its tiers."""
+LIMITED_BY_DISK = {
+    "MinFreeReached": Reason.MIN_FREE_REACHED,
+    "CapacityExceedsDisk": Reason.CAPACITY_EXCEEDS_DISK,
+}
+"""Conditions of tierd about the sizes of file systems, the most severe first."""
 ENGINE_CONDITIONS = "Engine"
 """Prefix of the conditions of tierd about an engine that tierd or the connector cannot serve."""
 
@@ -266,6 +271,9 @@ def tiers_healthy(pods: ObservedPods, tiers: Sequence[TierStatus]) -> ConditionU
             return ConditionUpdate(kind, "False", reason.value, message)
     if not pods.views:
         return ConditionUpdate(kind, "Unknown", Reason.NO_PODS.value, NO_PODS_MESSAGE)
+    limited = _limited_by_disk(pods.views)
+    if limited is not None:
+        return ConditionUpdate(kind, "False", *limited)
     unknown = [tier.name for tier in tiers if tier.state is TierState.UNKNOWN]
     if unknown:
         return ConditionUpdate(
@@ -277,6 +285,16 @@ def tiers_healthy(pods: ObservedPods, tiers: Sequence[TierStatus]) -> ConditionU
     return ConditionUpdate(
         kind, "True", Reason.HEALTHY.value, "Every tier of every reporting pod is healthy."
     )
+
+
+def _limited_by_disk(views: Sequence[PodView]) -> tuple[str, str] | None:
+    """Reason and message if a disk has less room than its tier's capacity; None otherwise."""
+    for condition, reason in LIMITED_BY_DISK.items():
+        for pod in views:
+            for kind, message in pod.report.conditions if pod.report is not None else ():
+                if kind == condition:
+                    return reason.value, f"{pod.name}: {message}"
+    return None
 
 
 def _unhealthy(pods: Sequence[PodView], state: TierState, tiers: Sequence[str]) -> str:

@@ -1,0 +1,261 @@
+"""Engines for the GPU benchmarks: vLLM with a model's shape and random weights, in a process of its
+own for each measurement, so that contender and peer have the same start.
+
+Needs vLLM and a CUDA device. No weights are read and no network is used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvtier.config.models import (
+    Daemon,
+    HttpEndpoint,
+    Live,
+    LiveTier,
+    MemoryTierDocument,
+    PolicyIdentity,
+    Structural,
+    Topology,
+)
+from kvtier.config.writer import write
+
+ATTACH_SECONDS = 120.0
+CHILD_SECONDS = 280.0
+"""A measurement that takes longer has failed."""
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+}
+"""The shape of Llama 3.1 8B."""
+BYTES_PER_TOKEN = 2 * 32 * 8 * 128 * 2
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Options that every GPU benchmark has."""
+    parser.add_argument("--runner", choices=("v1", "v2"), default="v2", help="vLLM's model runner")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of one engine")
+    parser.add_argument("--ram-gib", type=int, default=36, help="capacity of the memory tier")
+    parser.add_argument("--chunk-tokens", type=int, default=0, help="0: the default of a policy")
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions")
+    parser.add_argument("--only", choices=("kvtier", "peer"), help="measure one of the two")
+    parser.add_argument("--child", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--scratch", default="", help=argparse.SUPPRESS)
+
+
+def run_child(script: str, mode: str, scratch: Path, arguments: Sequence[str]) -> dict[str, Any]:
+    """Runs ``script`` with ``--child mode`` and returns the JSON that it leaves in ``scratch``.
+
+    Raises ``SystemExit`` with the end of its log if it fails.
+    """
+    result, log = scratch / f"{mode}.json", scratch / f"{mode}.log"
+    result.unlink(missing_ok=True)
+    command = [sys.executable, script, *arguments, "--child", mode, "--scratch", str(scratch)]
+    with log.open("wb") as output:
+        try:
+            subprocess.run(
+                command,
+                env={**os.environ, **environment()},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                timeout=CHILD_SECONDS,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            print(f"{mode}: no result within {CHILD_SECONDS:g} s", file=sys.stderr)
+    if not result.exists():
+        raise SystemExit(f"{mode} failed:\n{log.read_text(errors='replace')[-4000:]}")
+    found: dict[str, Any] = json.loads(result.read_text())
+    return found
+
+
+def finish(scratch: str, mode: str, result: dict[str, Any], llm: Any) -> None:
+    """Leaves the result for the parent and ends this process with its engine."""
+    (Path(scratch) / f"{mode}.json").write_text(json.dumps(result))
+    sys.stdout.flush()
+    llm.llm_engine.engine_core.shutdown()
+    os._exit(0)
+
+
+def environment() -> dict[str, str]:
+    """Settings of all engines: no reports to anybody, equal block hashes."""
+    return {
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONHASHSEED": "0",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    }
+
+
+def make_model(directory: Path) -> Path:
+    """Writes the configuration of the model and returns its directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(LLAMA_8B))
+    return directory
+
+
+def make_topology(
+    directory: Path, ram_gib: int, chunk_tokens: int = 0, daemon: Daemon = Daemon.ENGINE
+) -> Path:
+    """Writes documents with one memory tier and returns their directory. Its tierd runs in a
+    directory of the same name in shared memory."""
+    live = Live(min_load_tokens=256, tiers={"ram": LiveTier()})
+    more: dict[str, Any] = {"chunk_tokens": chunk_tokens} if chunk_tokens else {}
+    structural = Structural(
+        policy=PolicyIdentity(namespace="default", name="benchmark"),
+        content_hash="benchmark",
+        daemon=daemon,
+        run_directory=str(run_directory_of(directory)),
+        tiers=[MemoryTierDocument(name="ram", capacity_bytes=ram_gib << 30)],
+        http=HttpEndpoint(port=0),
+        live=live,
+        **more,
+    )
+    write(directory, Topology(structural=structural, live=live))
+    return directory
+
+
+def run_directory_of(topology: Path) -> Path:
+    """Where the tierd of a topology directory runs."""
+    return Path("/dev/shm") / f"{topology.parent.name}-{topology.name}"
+
+
+def make_engine(
+    mode: str, options: argparse.Namespace, scratch: Path, **more: Any
+) -> tuple[Any, Path | None]:
+    """Returns an engine, and the run directory of its tierd. ``mode``: "kvtier" or "peer", vLLM's
+    OffloadingConnector with as much memory."""
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if options.runner == "v2" else "0"
+    from vllm import LLM
+
+    transfer: dict[str, Any] = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    run_directory = None
+    if mode == "kvtier":
+        topology = scratch / "topology"
+        if not topology.exists():
+            make_topology(topology, options.ram_gib, options.chunk_tokens)
+        run_directory = run_directory_of(topology)
+        transfer |= {
+            "kv_connector": "KVTierConnector",
+            "kv_connector_module_path": "kvtier.engines.vllm.connector",
+            "kv_connector_extra_config": {"topology": str(topology)},
+        }
+    else:
+        transfer |= {
+            "kv_connector": "OffloadingConnector",
+            "kv_connector_extra_config": {"cpu_bytes_to_use": options.ram_gib << 30},
+        }
+    llm = LLM(
+        **{
+            "model": str(make_model(scratch / "model")),
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "max_model_len": 66_560,
+            "max_num_batched_tokens": 8192,
+            "max_num_seqs": 64,
+            "gpu_memory_utilization": 0.6,
+            "enable_prefix_caching": True,
+            "disable_log_stats": False,
+            "tensor_parallel_size": options.tensor_parallel,
+            "seed": 0,
+            "compilation_config": {
+                "mode": 0,
+                "cudagraph_mode": "FULL_DECODE_ONLY",
+                "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64],
+            },
+            "kv_transfer_config": transfer,
+            **more,
+        }
+    )
+    return llm, run_directory
+
+
+def status(run_directory: Path) -> dict[str, Any]:
+    """Returns tierd's status; {} while it does not answer."""
+    try:
+        address = json.loads((run_directory / "http.json").read_text())
+        url = f"http://{address['host']}:{address['port']}/status"
+        with urllib.request.urlopen(url, timeout=5) as response:
+            found: dict[str, Any] = json.load(response)
+    except (OSError, ValueError, KeyError):
+        return {}
+    return found
+
+
+def wait_attached(run_directory: Path | None, step: Callable[[], object], ranks: int = 1) -> float:
+    """Steps the engine until every rank is attached; returns how many seconds that took."""
+    started_at = time.monotonic()
+    while run_directory is not None:
+        sessions = status(run_directory).get("sessions", [])
+        ready = [each for each in sessions if each["role"] == "worker" and each["ready"]]
+        if len(ready) >= ranks:
+            break
+        if time.monotonic() - started_at > ATTACH_SECONDS:
+            raise SystemExit(f"not attached after {ATTACH_SECONDS:g} s: {sessions}")
+        step()
+        time.sleep(0.05)
+    return time.monotonic() - started_at
+
+
+def settle(run_directory: Path | None, step: Callable[[], object], seconds: float = 60.0) -> None:
+    """Steps the engine until all of its stores are in the memory tier."""
+    deadline = time.monotonic() + seconds
+    for _ in range(3):
+        step()
+    quiet = 0
+    while run_directory is not None and quiet < 3 and time.monotonic() < deadline:
+        quiet = quiet + 1 if not status(run_directory).get("pendingStores", 0) else 0
+        time.sleep(0.05)
+    step()
+
+
+def link_bytes_per_second() -> float:
+    """Measures the copy of 1 GiB of pinned memory to the first GPU: the floor of a reload."""
+    program = """
+import time, torch
+host = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
+device = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+best = 1e9
+for _ in range(5):
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    device.copy_(host, non_blocking=True)
+    torch.cuda.synchronize()
+    best = min(best, time.perf_counter() - started)
+print((1 << 30) / best)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
+    )
+    return float(done.stdout.strip().splitlines()[-1])
+
+
+def scratch_directory() -> tempfile.TemporaryDirectory[str]:
+    """Where the children leave logs and results."""
+    return tempfile.TemporaryDirectory(prefix="kvtier-benchmark-")

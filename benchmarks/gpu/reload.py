@@ -1,0 +1,133 @@
+"""Time to first token of a prompt that left the GPU's cache and lies in the memory tier.
+
+Floor: the bytes of a rank by the measured link, and the time of a hit in the GPU's cache. The peer
+is vLLM's OffloadingConnector. The ratio is the largest one of KVTier's time and the floor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from benchmarks.common import options, progress, report
+from benchmarks.gpu import engines
+
+LENGTHS = (4096, 16_384, 32_768, 65_536)
+
+
+def measure(mode: str, chosen: argparse.Namespace) -> None:
+    """One engine: prompts computed, hit in the GPU's cache, reloaded after a reset of it."""
+    import numpy as np
+    from vllm import SamplingParams
+
+    scratch = Path(chosen.scratch)
+    started_at = time.monotonic()
+    llm, run_directory = engines.make_engine(mode, chosen, scratch)
+    up = time.monotonic() - started_at
+    generator = np.random.default_rng(1)
+    one = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, detokenize=False)
+
+    def prompt(length: int) -> list[int]:
+        return [int(each) for each in generator.integers(1000, 127_000, size=length)]
+
+    def ask(tokens: list[int]) -> tuple[float, int]:
+        begin = time.perf_counter()
+        (output,) = llm.generate([{"prompt_token_ids": tokens}], one, use_tqdm=False)
+        return (time.perf_counter() - begin) * 1e3, int(output.num_cached_tokens or 0)
+
+    def step() -> None:
+        ask(prompt(33))
+
+    def reset() -> None:
+        for _ in range(50):
+            if llm.reset_prefix_cache():
+                return
+            step()
+        raise SystemExit("the prefix cache cannot be reset")
+
+    step()
+    attach = engines.wait_attached(run_directory, step, chosen.tensor_parallel)
+    for length in (4097, 16_385):
+        tokens = prompt(length)
+        for _ in range(2):
+            ask(tokens)
+            engines.settle(run_directory, step)
+        reset()
+        ask(tokens)
+    rows: list[dict[str, Any]] = []
+    for length in LENGTHS:
+        for _ in range(2 if chosen.quick else 4):
+            tokens = prompt(length + 1)
+            row: dict[str, Any] = {"length": length, "cold": ask(tokens)[0]}
+            engines.settle(run_directory, step)
+            row["hit"] = ask(tokens)[0]
+            row["reload"], row["tokens"] = [], []
+            for _ in range(2):
+                engines.settle(run_directory, step)
+                reset()
+                milliseconds, cached = ask(tokens)
+                row["reload"].append(milliseconds)
+                row["tokens"].append(cached)
+            rows.append(row)
+    result = {"rows": rows, "up": up, "attach": attach, "stored": stored(run_directory)}
+    engines.finish(chosen.scratch, mode, result, llm)
+
+
+def stored(run_directory: Path | None) -> dict[str, Any]:
+    """Objects in the memory tier, and the counters of tierd."""
+    found = engines.status(run_directory) if run_directory is not None else {}
+    counters = {each["name"]: each["value"] for each in found.get("counters", [])}
+    objects = sum(each["objects"] for each in found.get("tiers", []))
+    return {"objects": objects, "counters": counters}
+
+
+def main() -> None:
+    """Measures both in turn and prints the table."""
+    chosen = options(__doc__ or "", engines.add_options)
+    if chosen.child:
+        measure(chosen.child, chosen)
+        return
+    link = engines.link_bytes_per_second()
+    results: dict[str, dict[str, Any]] = {}
+    passed = [each for each in sys.argv[1:] if each != "--json"]
+    with engines.scratch_directory() as scratch:
+        for mode in [chosen.only] if chosen.only else ["kvtier", "peer"]:
+            progress(f"measuring {mode}")
+            results[mode] = engines.run_child(__file__, mode, Path(scratch), passed)
+    table, worst = [], 0.0
+    for length in LENGTHS:
+        floor = engines.BYTES_PER_TOKEN * length / chosen.tensor_parallel / link * 1e3
+        cells: list[object] = [length, f"{floor:.1f}"]
+        for mode, result in results.items():
+            rows = [row for row in result["rows"] if row["length"] == length]
+            hit = statistics.median(row["hit"] for row in rows)
+            times = statistics.median(each for row in rows for each in row["reload"])
+            fewest = min(each for row in rows for each in row["tokens"])
+            cold = statistics.median(row["cold"] for row in rows)
+            cells += [f"{cold:.1f}", f"{hit:.1f}", f"{times:.1f}", fewest]
+            if mode == "kvtier" or chosen.only:
+                worst = max(worst, times / (floor + hit))
+        table.append(cells)
+    head = ["tokens", "link ms"]
+    for mode in results:
+        head += [f"{mode} cold", "GPU hit", "reload ms", "reused"]
+    for mode, result in results.items():
+        print(f"{mode}: up {result['up']:.1f} s, attached {result['attach']:.1f} s later,", end=" ")
+        print(result["stored"])
+    report(
+        chosen.json,
+        f"reload, TP={chosen.tensor_parallel}, {chosen.runner}, link {link / 1e9:.1f} GB/s",
+        head,
+        table,
+        worst,
+        "reload by link and GPU hit, the worst length; at most 1.05",
+    )
+
+
+if __name__ == "__main__":
+    main()
