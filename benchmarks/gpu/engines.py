@@ -61,6 +61,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of one engine")
     parser.add_argument("--ram-gib", type=int, default=36, help="capacity of the memory tier")
     parser.add_argument("--chunk-tokens", type=int, default=0, help="0: the default of a policy")
+    parser.add_argument("--layers", type=int, default=32, help="fewer: for a trial without a GPU")
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
     parser.add_argument("--only", choices=("kvtier", "peer"), help="measure one of the two")
     parser.add_argument("--child", default="", help=argparse.SUPPRESS)
@@ -113,10 +114,11 @@ def environment() -> dict[str, str]:
     }
 
 
-def make_model(directory: Path) -> Path:
+def make_model(directory: Path, layers: int) -> Path:
     """Writes the configuration of the model and returns its directory."""
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(LLAMA_8B))
+    shape = {**LLAMA_8B, "num_hidden_layers": layers}
+    (directory / "config.json").write_text(json.dumps(shape))
     return directory
 
 
@@ -173,7 +175,7 @@ def make_engine(
         }
     llm = LLM(
         **{
-            "model": str(make_model(scratch / "model")),
+            "model": str(make_model(scratch / "model", options.layers)),
             "load_format": "dummy",
             "skip_tokenizer_init": True,
             "max_model_len": 66_560,

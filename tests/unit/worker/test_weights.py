@@ -246,6 +246,37 @@ def test_every_changed_bit_changes_both_sums_on_a_device() -> None:
             assert (sums([other]) != before).sum() == 2
 
 
+def _digests_of_a_device(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    digests = tensor_digests.TensorDigests(hash_on_host=False)
+    for name, tensor in tensors.items():
+        digests.add(name, tensor)
+    digests.start()
+    assert digests.done
+    return digests.finish()
+
+
+def test_digests_of_tensors_on_a_device_depend_on_every_tensor_and_nothing_else() -> None:
+    generator = torch.Generator().manual_seed(1)
+    tensors = {
+        "one": torch.randn(7, 5, generator=generator).bfloat16(),
+        "column major": torch.randn(6, 4, generator=generator).t(),
+        "gaps": torch.randn(8, 8, generator=generator)[:, ::2],
+        "large": torch.randn(CHUNK_BYTES // 4 + 3, generator=generator),
+        "scalar": torch.tensor(1.5),
+    }
+    found = _digests_of_a_device(tensors)
+    assert len(set(found.values())) == len(tensors)
+    in_another_order = _digests_of_a_device(dict(reversed(tensors.items())))
+    assert in_another_order == found
+    for name, tensor in tensors.items():
+        changed = tensor.clone()
+        changed[(-1,) * changed.dim()] += 1
+        if changed.stride() != tensor.stride():
+            continue
+        others = _digests_of_a_device({**tensors, name: changed})
+        assert [each for each in found if found[each] != others[each]] == [name]
+
+
 def test_the_kernel_computes_the_same_sums() -> None:
     done = subprocess.run(
         [sys.executable, "-c", KERNEL_PROGRAM],

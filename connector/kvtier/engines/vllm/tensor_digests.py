@@ -39,7 +39,9 @@ class TensorDigests:
     still read the tensors, on a stream of its own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, hash_on_host: bool = True) -> None:
+        """``hash_on_host``: False treats host memory as a device's, for tests."""
+        self._hash_on_host = hash_on_host
         self.hashed_bytes = 0
         self._parts: list[_Part] = []
         self._chunks: dict[torch.device, int] = {}
@@ -64,7 +66,7 @@ class TensorDigests:
     def start(self) -> None:
         """Launches what a device computes, behind what this thread has launched before."""
         for device in self._chunks:
-            if device.type == "cpu":
+            if device.type == "cpu" and self._hash_on_host:
                 continue
             parts = [part.data for part in self._parts if part.data.device == device]
             if device.type == "cuda":
@@ -106,7 +108,7 @@ class TensorDigests:
                 digest.update(dense_bytes(part.data.detach()).numpy())
             else:
                 chunks = -(-part.nbytes // CHUNK_BYTES)
-                digest.update(result[part.first : part.first + chunks])
+                digest.update(result[part.first : part.first + chunks].tobytes())
         self._parts, self._scratch = [], []
         return {name: digest.hexdigest()[:DIGEST_DIGITS] for name, digest in digests.items()}
 
