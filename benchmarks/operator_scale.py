@@ -120,15 +120,15 @@ async def measure(arguments: argparse.Namespace, cluster: Any, home: Path) -> li
     async with connect(cluster.kubeconfig, cluster.context) as client:
         await controllers.install_definition(client)
         namespace = await controllers.make_namespace(client, "scale")
-        await _account(client, namespace)
-        bodies = [_policy(namespace, number) for number in range(arguments.policies)]
-        await _make(client, POLICIES, bodies, "policies")
-        await _make(
-            client, PODS, (_pod(namespace, n, arguments.policies) for n in range(FEW_PODS)), "pods"
+        await account(client, namespace)
+        bodies = [policy(namespace, number) for number in range(arguments.policies)]
+        await make(client, POLICIES, bodies, "policies")
+        await make(
+            client, PODS, (pod(namespace, n, arguments.policies) for n in range(FEW_PODS)), "pods"
         )
         few = await _row(client, cluster, home / "few", namespace, arguments.policies, FEW_PODS)
-        rest = (_pod(namespace, n, arguments.policies) for n in range(FEW_PODS, arguments.pods))
-        await _make(client, PODS, rest, "pods")
+        rest = (pod(namespace, n, arguments.policies) for n in range(FEW_PODS, arguments.pods))
+        await make(client, PODS, rest, "pods")
         many = await _row(
             client, cluster, home / "many", namespace, arguments.policies, arguments.pods
         )
@@ -147,7 +147,7 @@ async def _row(
         progress(f"{pods} pods: policies change")
         before, cpu, began = await metrics(), controller.cpu_times(), time.perf_counter()
         for number in range(CHANGES):
-            await _change(client, namespace, f"p{number * policies // CHANGES:04d}")
+            await change(client, namespace, f"p{number * policies // CHANGES:04d}")
         seconds = time.perf_counter() - began
         await _at_rest(metrics)
         after, spent = await metrics(), controller.cpu_times()
@@ -165,7 +165,7 @@ async def _row(
         )
 
 
-async def _change(client: ApiClient, namespace: str, name: str) -> None:
+async def change(client: ApiClient, namespace: str, name: str) -> None:
     """One live value of one policy, until its status says that the controller has followed."""
     held = await client.get(POLICIES, namespace, name)
     body = {"spec": {"minLoadTokens": held["spec"]["minLoadTokens"] + 1}}
@@ -206,7 +206,7 @@ async def _process(cluster: Any, home: Path) -> AsyncIterator[tuple[psutil.Proce
             found = re.search(rb'"port": (\d+)', log.read_bytes())
             if found is None:
                 return ""
-            return await asyncio.to_thread(_read, int(found[1]))
+            return await asyncio.to_thread(read, int(found[1]))
 
         yield psutil.Process(process.pid), metrics
     finally:
@@ -214,16 +214,18 @@ async def _process(cluster: Any, home: Path) -> AsyncIterator[tuple[psutil.Proce
         await asyncio.to_thread(process.wait, 20)
 
 
-def _read(port: int) -> str:
+def read(port: int, path: str = "/metrics") -> str:
+    """What a process serves; empty if nothing."""
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=30) as answer:
             text: str = answer.read().decode()
             return text
     except OSError:
         return ""
 
 
-def _value(metrics: str, name: str) -> float:
+def value(metrics: str, name: str) -> float:
+    """A sample without labels; 0 if it is absent."""
     found = re.search(rf"^{re.escape(name)} (\S+)$", metrics, re.MULTILINE)
     return float(found[1]) if found else 0.0
 
@@ -242,7 +244,7 @@ async def _converged(
     """Seconds from the start of the process until every policy is reconciled and reported."""
     while time.time() - process.create_time() < CONVERGENCE_SECONDS:
         text = await metrics()
-        count = _value(text, "kvtier_operator_reconcile_duration_seconds_count")
+        count = value(text, "kvtier_operator_reconcile_duration_seconds_count")
         progress(f"{count:.0f} looks at policies")
         if count >= policies:
             found = await client.list(POLICIES, namespace)
@@ -260,13 +262,14 @@ async def _at_rest(metrics: Metrics, quiet_seconds: float = 2.0, seconds: float 
     began = since = time.perf_counter()
     looked = -1.0
     while time.perf_counter() - since < quiet_seconds and time.perf_counter() - began < seconds:
-        count = _value(await metrics(), "kvtier_operator_reconcile_duration_seconds_count")
+        count = value(await metrics(), "kvtier_operator_reconcile_duration_seconds_count")
         if count != looked:
             looked, since = count, time.perf_counter()
         await asyncio.sleep(0.25)
 
 
-def _policy(namespace: str, number: int) -> dict[str, Any]:
+def policy(namespace: str, number: int) -> dict[str, Any]:
+    """Policy ``pNNNN``, which selects ``app: engine-NNNN``."""
     disk = controllers.file_tier("disk", {"emptyDir": {}}, "Pod")
     labels = {"podSelector": {"matchLabels": {"app": f"engine-{number:04d}"}}}
     return controllers.policy(
@@ -274,7 +277,7 @@ def _policy(namespace: str, number: int) -> dict[str, Any]:
     )
 
 
-def _pod(namespace: str, number: int, policies: int) -> dict[str, Any]:
+def pod(namespace: str, number: int, policies: int) -> dict[str, Any]:
     """As large as an engine's pod with tiers is."""
     environment = [{"name": f"VARIABLE_{index}", "value": "x" * 40} for index in range(20)]
     container = {
@@ -317,7 +320,8 @@ def _pod(namespace: str, number: int, policies: int) -> dict[str, Any]:
     }
 
 
-async def _make(client: ApiClient, kind: Kind, bodies: Iterable[dict[str, Any]], what: str) -> None:
+async def make(client: ApiClient, kind: Kind, bodies: Iterable[dict[str, Any]], what: str) -> None:
+    """Creates the objects with several requests at a time."""
     waiting = iter(bodies)
     made = 0
 
@@ -332,7 +336,7 @@ async def _make(client: ApiClient, kind: Kind, bodies: Iterable[dict[str, Any]],
     await asyncio.gather(*(loader() for _ in range(LOADERS)))
 
 
-async def _account(client: ApiClient, namespace: str) -> None:
+async def account(client: ApiClient, namespace: str) -> None:
     """The account that pods have; a controller would make it, where one runs."""
     accounts = Kind("", "v1", "serviceaccounts", "ServiceAccount")
     try:

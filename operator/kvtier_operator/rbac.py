@@ -1,8 +1,9 @@
 """RBAC rules of the operator's two processes, as data. The chart renders them, and the
 documentation lists them.
 
-No rule allows list or watch of Secrets, except the webhook's own certificate by name. With a
-stolen token of the operator, only Secrets with known names can be read. Each rule has its purpose.
+No rule allows get, list or watch of Secrets, except of the webhook's own certificate by name. What
+a patch may touch, and so what its response may show, is limited by the chart's admission policies.
+Each rule has its purpose.
 """
 
 from __future__ import annotations
@@ -71,8 +72,9 @@ CONTROLLER: tuple[Permission, ...] = (
     Permission(
         "",
         ("secrets",),
-        ("get", "create", "delete"),
-        "reads, creates and replaces the bearer token of a policy's pods, by name",
+        ("create", "patch", "delete"),
+        "creates and replaces the bearer token of a policy's pods; reads it by a dry run of a "
+        "patch, which the admission policy kvtier-controller limits to Secrets of KVTier",
     ),
     Permission(
         "",

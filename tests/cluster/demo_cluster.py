@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 import clusters
+import images
 from e2e import FILE, NEW_TOKENS, RAM, EndToEndRun
 from serving import EngineProcessError
 
@@ -42,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
             with _node(home / "cluster", display) as cluster:
                 loop = EndToEndRun(cluster, home, display)
                 result = loop.run()
-        except clusters.NoClusterError as error:
+        except (clusters.NoClusterError, images.NoImagesError) as error:
             print(f"demo-cluster: {error}", file=sys.stderr)
             return 2
         except (AssertionError, EngineProcessError, clusters.ClusterBrokenError) as error:
@@ -105,6 +106,14 @@ def _show(loop: EndToEndRun, display: Display) -> None:
     )
     print(loop.output.get)
     print(loop.output.describe)
+    if loop.dashboards is not None and loop.dashboards.missing:
+        print(f"No table of the dashboards: {loop.dashboards.missing} is not installed.")
+        return
+    display.table(
+        "What the dashboards show now (rates over the last ten minutes)",
+        ("dashboard", "panel", "series", "value"),
+        loop.panels,
+    )
 
 
 def _stop(_: int, __: FrameType | None) -> None:

@@ -10,7 +10,8 @@
 6. The pod is deleted and replaced: from the file tier.
 7. `kubectl apply` of another weight and time limit: the running engine decides
    differently and its pod does not change.
-8. `kubectl get kvtp` and `kubectl describe kvtp` show the result.
+8. `kubectl get kvtp` and `kubectl describe kvtp` show the result, and every panel of the dashboards
+   has data in a Prometheus that scraped engine, tierd and operator.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 import operators
 import yaml
 from charts import Release, without_definition
+from demo_dashboard import DashboardData
 from nodes import make_namespace, ok, wait_for
 from rest import Api
 from serving import EnginePod, ask, container_status, engine_deployment
@@ -78,6 +80,8 @@ class EndToEndRun:
     output: KubectlOutput = field(default_factory=KubectlOutput)
     expected: dict[str, tuple[int, ...]] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
+    panels: list[tuple[str, str, str, str]] = field(default_factory=list)
+    dashboards: DashboardData | None = None
 
     def run(self) -> dict[str, object]:
         """Runs every step in order. A failed check raises ``AssertionError`` with what was seen."""
@@ -87,16 +91,21 @@ class EndToEndRun:
         (directory,) = operators.storage(self.home, "tier")
         pod = EnginePod(self.cluster, api, WITH_TIERS, APP, model)
         without_definition(self.cluster)
+        self.dashboards = DashboardData(self.home / "prometheus", api, pod, POLICY)
         with Release(self.cluster.kubeconfig, self.cluster.context) as release:
             try:
                 self._install(release, directory)
                 self._start(api, pod, model, directory)
+                self.dashboards.follow()
                 self._compute_and_reload(pod)
                 self._restart_container(pod)
                 self._replace_pod(pod)
+                self.dashboards.follow()
                 self._tune(pod, directory)
                 self._tell(api)
+                self.panels = self.dashboards.rows()
             finally:
+                self.dashboards.close()
                 self._remove(release, api)
         self.facts["seconds"] = round(time.monotonic() - start, 1)
         return self._result()

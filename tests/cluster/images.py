@@ -9,11 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tools.imagebuild import builder
-
 import kvtier
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+# As a part of `make demo-cluster` this runs without the root of the checkout in the path.
+sys.path.append(str(REPOSITORY))
+
+from tools.imagebuild import builder  # noqa: E402
+
 WRITER = Path(__file__).resolve().parent / "kubernetes" / "image"
 PAYLOAD = f"kvtier/payload:{kvtier.__version__}"
 """As the chart names it; it has Python, tierd and ``kvtier.testing``."""

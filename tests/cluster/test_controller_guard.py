@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
+import guard_leader_worker_sets
 import pytest
 
 pytest.importorskip(
@@ -233,6 +234,17 @@ ESCALATIONS = [
     )),
     Call("foreign Secret deleted", "DELETE", core("secrets", "db")),
     Call("Secret changed", "PATCH", core("secrets", "db"), {"data": {"a": "eA=="}}, MERGE),
+    Call("Secret read", "GET", core("secrets", "db"), query=()),
+    Call("Secret read by a patch", "PATCH", core("secrets", "db"), {}, MERGE, ()),
+    Call("Secret read by a dry run", "PATCH", core("secrets", "db"), {}, MERGE),
+    Call("Secret read by an apply", "PATCH", core("secrets", "db"), {
+        "apiVersion": "v1", "kind": "Secret", "metadata": {"name": "db", "labels": LABELS}
+    }, APPLY, ("dryRun=All", "fieldManager=kvtier", "force=true")),
+    Call("Secret of another name read", "PATCH", core("secrets", "labelled"), {}, MERGE),
+    Call("token changed", "PATCH", core("secrets", "chat-token"), {
+        "data": {"token": "eA=="}
+    }, MERGE, ()),
+    Call("token of an account read", "PATCH", core("secrets", "old-token"), {}, MERGE),
     Call("Secrets listed", "GET", core("secrets"), query=()),
     Call("certificate deleted", "DELETE", core("secrets", "kvtier-webhook-certificates", OPERATOR)),
     Call("another Secret of the operator", "POST", core("secrets", "", OPERATOR), {
@@ -293,6 +305,15 @@ ESCALATIONS = [
 ]  # fmt: skip
 """Without ``# fmt: skip`` each call would take ten lines."""
 
+SETS = f"/apis/{guard_leader_worker_sets.GROUP}/v1/namespaces/{SPACE}/leaderworkersets"
+ESCALATIONS += [
+    Call("LeaderWorkerSet created", "POST", SETS, guard_leader_worker_sets.objects()[0]),
+    Call("LeaderWorkerSet deleted", "DELETE", f"{SETS}/both"),
+    *(
+        patch(f"LeaderWorkerSet: {name}", f"{SETS}/{found}", body)
+        for name, (found, body) in guard_leader_worker_sets.ESCALATIONS.items()
+    ),
+]
 WRITES = [
     Call("live values", "PATCH", core("configmaps", "chat-live"), child(
         "ConfigMap", "chat-live", data={"live.json": "{}"}
@@ -305,6 +326,7 @@ WRITES = [
     Call("token", "POST", core("secrets"), child(
         "Secret", "chat-token", **SECRET
     ), query=("dryRun=All", "fieldManager=kvtier")),
+    Call("token read", "PATCH", core("secrets", "chat-token"), {}, MERGE),
     Call("claim", "PATCH", core("persistentvolumeclaims", "chat-disk-2"), child(
         "PersistentVolumeClaim", "chat-disk-2", spec=CLAIM
     ), APPLY, ("dryRun=All", "fieldManager=kvtier", "force=true")),
@@ -323,6 +345,12 @@ WRITES = [
 ]  # fmt: skip
 
 
+WRITES += [
+    patch(f"LeaderWorkerSet: {name}", f"{SETS}/{found}", body)
+    for name, (found, body) in guard_leader_worker_sets.WRITES.items()
+]
+
+
 @pytest.fixture(scope="module")
 def account(
     full_cluster: Any, charts: ModuleType, full_api: Any, nodes: ModuleType, rest: ModuleType
@@ -335,6 +363,9 @@ def account(
         try:
             found.install(VALUES)
             nodes.make_namespace(full_api, SPACE)
+            definition = guard_leader_worker_sets.definition()
+            full_api.request("POST", guard_leader_worker_sets.DEFINITIONS, definition)
+            nodes.wait_for("the kind is served", lambda: full_api.request("GET", SETS)[0] == 200)
             for path, body in _objects_of_others():
                 status, answer = full_api.request("POST", path, body)
                 # A controller of another test may have left its certificate.
@@ -361,6 +392,8 @@ def account(
                          apps("deployments", "dns", "kube-system"),
                          "/api/v1/persistentvolumes/kvtier-foreign",
                          core("secrets", "kvtier-webhook-certificates", OPERATOR),
+                         f"{guard_leader_worker_sets.DEFINITIONS}/leaderworkersets."
+                         f"{guard_leader_worker_sets.GROUP}",
                          f"/api/v1/namespaces/{SPACE}"):  # fmt: skip
                 full_api.request("DELETE", path)
 
@@ -377,6 +410,12 @@ def _objects_of_others() -> list[tuple[str, Any]]:
         (core("configmaps"), {"metadata": {"name": "mine"}}),
         (core("configmaps"), child("ConfigMap", "chat-live", data={"live.json": "{}"}, owners=[])),
         (core("secrets"), {"metadata": {"name": "db"}, **SECRET}),
+        (core("secrets"), child("Secret", "labelled", owners=[], **SECRET)),
+        (core("secrets"), child("Secret", "chat-token", owners=[], **SECRET)),
+        (core("secrets"), {"metadata": {
+            "name": "old-token",
+            "annotations": {"kubernetes.io/service-account.name": "default"},
+        }, "type": "kubernetes.io/service-account-token"}),
         (core("secrets", "", OPERATOR), {
             "metadata": {"name": "kvtier-webhook-certificates"},
             "type": "Opaque", "data": {"tls.crt": "eA=="},
@@ -388,6 +427,7 @@ def _objects_of_others() -> list[tuple[str, Any]]:
          | {"involvedObject": {"kind": "Pod", "name": "x", "namespace": SPACE}}),
         (apps("deployments"), workload("Deployment")),
         (apps("statefulsets"), workload("StatefulSet", serviceName="web")),
+        *((SETS, body) for body in guard_leader_worker_sets.objects()),
         ("/api/v1/persistentvolumes", {
             "metadata": {"name": "kvtier-foreign"}, "spec": volume()["spec"]
         }),

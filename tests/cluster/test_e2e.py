@@ -77,3 +77,12 @@ def test_kubectl_shows_the_result(loop: Any) -> None:
     assert "1/1" in row
     for word in ("Attached", "StorageReady", "TiersHealthy", "Tuned", "disk", "ram", "Events"):
         assert word in loop[0].output.describe
+
+
+def test_every_panel_of_the_dashboards_has_data(loop: Any) -> None:
+    """Panels that have data only after a fault are left out."""
+    if loop[0].dashboards.missing:
+        pytest.skip(f"{loop[0].dashboards.missing} is missing")
+    boards = {board for board, *_ in loop[0].panels}
+    assert boards == {"On call", "Capacity", "Operator"}
+    assert [(board, panel) for board, panel, _, value in loop[0].panels if value == "no data"] == []

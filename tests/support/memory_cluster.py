@@ -89,6 +89,9 @@ class MemoryCluster(Client):
             raise self._missing(kind, name)
         return copy.deepcopy(found)
 
+    async def read_guarded(self, kind: Kind, namespace: str | None, name: str) -> Object:
+        return await self.get(kind, namespace, name)
+
     async def list(
         self, kind: Kind, namespace: str | None = None, *, labels: str = "", fields: str = ""
     ) -> Sequence[Object]:

@@ -29,6 +29,7 @@ from kvtier_operator.api.unenforced import NOT_ENFORCED, is_listed
 
 Part = TypeVar("Part")
 
+MAX_INT32 = 2**31 - 1
 PLURAL = "kvtierpolicies"
 SINGULAR = "kvtierpolicy"
 SHORT_NAME = "kvtp"
@@ -204,7 +205,8 @@ def _schema(shape: Shape, path: str) -> dict[str, Any]:
             if not shape.scalars:
                 schema["pattern"] = PATTERN
         case "integer":
-            schema = {"type": "integer", "format": "int64"}
+            small = shape.maximum is not None and shape.maximum <= MAX_INT32
+            schema = {"type": "integer", "format": "int32" if small else "int64"}
             for key, bound in (
                 ("minimum", shape.minimum),
                 ("maximum", shape.maximum),

@@ -8,12 +8,21 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
-from kvtier_operator.api.base import Integer, MapKey, Model
+from kvtier_operator.api.base import Accepts, Integer, MapKey, Model
 from kvtier_operator.api.conditions import ConditionType
 
 Text = Annotated[str, Field(max_length=1024)]
 ShortText = Annotated[str, Field(max_length=253)]
 Count = Annotated[Integer, Field(ge=0)]
+PodCount = Annotated[Integer, Field(ge=0, le=2**31 - 1)]
+REASON = r"^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$"
+CONDITION_TYPE = (
+    r"^([a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*/)?"
+    r"(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])$"
+)
+"""Both as in ``metav1.Condition``."""
+IN_CAMEL_CASE = Accepts("a reason in CamelCase")
+ReasonText = Annotated[str, Field(min_length=1, max_length=253, pattern=REASON), IN_CAMEL_CASE]
 
 
 class TierState(StrEnum):
@@ -36,17 +45,17 @@ class Reported(Model):
 class PodCounts(Reported):
     """Numbers of pods of the policy."""
 
-    selected: Annotated[Count, Field(description="Number of pods that the policy governs.")] = 0
-    attached: Annotated[Count, Field(description="Number of pods with tiers.")] = 0
+    selected: Annotated[PodCount, Field(description="Number of pods that the policy governs.")] = 0
+    attached: Annotated[PodCount, Field(description="Number of pods with tiers.")] = 0
     current: Annotated[
-        Count, Field(description=("Number of attached pods with the current structure."))
+        PodCount, Field(description=("Number of attached pods with the current structure."))
     ] = 0
     outdated: Annotated[
-        Count, Field(description=("Number of attached pods with an older structure."))
+        PodCount, Field(description=("Number of attached pods with an older structure."))
     ] = 0
-    skipped: Annotated[Count, Field(description="Number of skipped pods. See skippedPods.")] = 0
+    skipped: Annotated[PodCount, Field(description="Number of skipped pods. See skippedPods.")] = 0
     tuned: Annotated[
-        Count,
+        PodCount,
         Field(description=("Number of attached pods that have applied the current live values.")),
     ] = 0
 
@@ -55,7 +64,7 @@ class SkippedPod(Reported):
     """Pod that was skipped."""
 
     name: Annotated[ShortText, Field(description="Name of the pod.")]
-    reason: Annotated[ShortText, Field(description="Reason, in CamelCase.")]
+    reason: Annotated[ReasonText, Field(description="Reason, in CamelCase.")]
     message: Annotated[Text | None, Field(description="Human-readable explanation.")] = None
 
 
@@ -66,7 +75,7 @@ class TierStatus(Reported):
     state: Annotated[TierState, Field(description="Worst state that a pod reports.")] = (
         TierState.UNKNOWN
     )
-    reporting_pods: Annotated[Count, Field(description="Number of pods that report.")] = 0
+    reporting_pods: Annotated[PodCount, Field(description="Number of pods that report.")] = 0
     used_bytes: Annotated[Count | None, Field(description="Bytes in use.")] = None
     capacity_bytes: Annotated[Count | None, Field(description="Capacity in bytes.")] = None
     hit_tokens_percent: Annotated[
@@ -90,7 +99,7 @@ class SuspendedOwner(Reported):
     kind: Annotated[ShortText, Field(description="Kind of the owner.")]
     name: Annotated[ShortText, Field(description="Name of the owner.")]
     uid: Annotated[ShortText, Field(description="UID of the owner.")]
-    reason: Annotated[ShortText | None, Field(description="Reason, in CamelCase.")] = None
+    reason: Annotated[ReasonText | None, Field(description="Reason, in CamelCase.")] = None
     until: Annotated[
         Annotated[str, Field(max_length=64)] | None,
         Field(
@@ -102,12 +111,23 @@ class SuspendedOwner(Reported):
 class Condition(Reported):
     """Condition, as defined by Kubernetes."""
 
-    type: Annotated[str, Field(min_length=1, max_length=316, description="Type of the condition.")]
+    type: Annotated[
+        str,
+        Accepts("a type of condition in CamelCase"),
+        Field(
+            min_length=1,
+            max_length=316,
+            pattern=CONDITION_TYPE,
+            description="Type of the condition.",
+        ),
+    ]
     status: Annotated[
         Literal["True", "False", "Unknown"], Field(description=("Status of the condition."))
     ]
     reason: Annotated[
-        str, Field(min_length=1, max_length=1024, description=("Reason, in CamelCase."))
+        str,
+        IN_CAMEL_CASE,
+        Field(min_length=1, max_length=1024, pattern=REASON, description="Reason, in CamelCase."),
     ]
     message: Annotated[str, Field(max_length=32_768, description="Human-readable explanation.")] = (
         ""

@@ -20,6 +20,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from kvtier.errors import KVTierError
+from kvtier_operator.api.policy import KVTierPolicy
+from kvtier_operator.api.selector import describe
 from kvtier_operator.api.status import PolicyStatus
 from kvtier_operator.certs.rotate import rotate_certificates
 from kvtier_operator.controller import conditions
@@ -48,11 +50,13 @@ from kvtier_operator.controller.status.serialize import (
     to_dict,
     without_undeclared,
 )
+from kvtier_operator.kube import trim
 from kvtier_operator.kube.election import Elector
 from kvtier_operator.kube.kopf_thread import DEFAULT_PACE, Pace
 from kvtier_operator.kube.lister import ChangeType, Lister
 from kvtier_operator.kube.queue import Key, Pauses, WorkQueue
-from kvtier_operator.kube.resources import POLICIES, ApiError, Kind, Object
+from kvtier_operator.kube.resources import PODS, POLICIES, ApiError, Kind, Object
+from kvtier_operator.kube.trim import Outline, Outliner
 from kvtier_operator.kube.watcher import MakeWatcher, Watcher
 from kvtier_operator.runtime import Health, about
 from kvtier_operator.settings import CertificateMode, Settings
@@ -66,6 +70,7 @@ REJECTED_RETRY_SECONDS = 30.0
 """The pause before a call that the API server rejected is retried without any event."""
 MAX_DELETED = 1000
 """Deleted policies that wait for their Events while the API server accepts none."""
+FIRST_READ_SECONDS = 10.0
 MAX_STATUS_CALLS = 16
 """Calls for one status: an earlier CustomResourceDefinition may lack several fields of it."""
 STATUS_ATTEMPTS = 3
@@ -127,6 +132,7 @@ class Reconciler:
             # Otherwise the status would say that the objects that were just created are missing.
             planned = plan(await self._observe(cached), self._settings)
         token = await self._tokens.get(cached)
+        await self._complete_pods(key, cached.policy)
         reconcile_input = self._input(key, planned, failures, token)
         result = await self._pods.reconcile(cached.policy, reconcile_input)
         await self._write_status(cached, result.status)
@@ -134,6 +140,13 @@ class Reconciler:
         if failures or token.error:
             wakes.append(REJECTED_RETRY_SECONDS)
         return min(wakes, default=None)
+
+    async def _complete_pods(self, key: Key, policy: KVTierPolicy) -> None:
+        """Reads the pods that the policy selects, if they were there before it."""
+        if self._enqueuer.index.has_outlines(key, self._cache):
+            selector = describe(policy.spec.pod_selector)
+            for each in await self._client.list(PODS, key[0], labels=selector):
+                self._cache.complete(PODS, each)
 
     async def _observe(self, cached: CachedPolicy) -> Observed:
         observed, lookups = observe(cached, self._cache), self._lookups
@@ -261,7 +274,8 @@ class Controller:
             settings.controller.max_reconciles_per_second, options.pauses, clock=clock
         )
         self.enqueuer = Enqueuer(self.queue.add, self._gone)
-        self.cache = Lister(watches(settings), self._changed, clock)
+        self._outliner = Outliner()
+        self.cache = Lister(watches(settings), self._changed, clock, self._kept)
         self._watcher = options.make_watcher(
             client, self.cache, pace=options.pace, on_restart=options.on_restart
         )
@@ -308,6 +322,7 @@ class Controller:
         async def work() -> None:
             await self._work_as_leader(stop)
 
+        await self._read_policies()
         lead = work() if self._elector is None else self._elector.run(work)
         parts = (self._watcher.run(), self._beat(), lead, _until(stop))
         running = [asyncio.ensure_future(each) for each in parts]
@@ -319,6 +334,19 @@ class Controller:
             for each in running:
                 each.cancel()
             await asyncio.gather(*running, return_exceptions=True)
+
+    async def _read_policies(self) -> None:
+        """Before the watches deliver pods: whether a pod has a policy decides what is kept of it.
+
+        Without an answer, the pods of each policy are read with its first reconcile.
+        """
+        try:
+            async with asyncio.timeout(FIRST_READ_SECONDS):
+                for namespace in self._settings.watch_namespaces or (None,):
+                    for each in await self._client.list(POLICIES, namespace):
+                        self.cache.put(POLICIES, trim.metadata(dict(each)))
+        except (ApiError, TimeoutError) as error:
+            logger.info("policies are read with the first watch: %s", error)
 
     async def _work_as_leader(self, stop: asyncio.Event) -> None:
         """Runs until it is cancelled. Starts with a reconcile of every policy, because the previous
@@ -429,11 +457,21 @@ class Controller:
             self._seen = self._clock()
             await asyncio.sleep(1.0)
 
+    def _kept(self, kind: Kind, found: Object) -> Object:
+        """What the lister keeps of an object: of a pod without a policy its outline, so that memory
+        follows what is governed.
+        """
+        whole = kind is not PODS or isinstance(found, Outline)
+        if whole or self.enqueuer.index.selects_any(found):
+            return found
+        return self._outliner.outline(found)
+
     def _changed(self, kind: Kind, found: Object, change: ChangeType) -> None:
         self.enqueuer.changed(kind, found, change, self.cache)
 
     def _gone(self, key: Key, cached: CachedPolicy) -> None:
         self.queue.forget(key)
+        self.cache.reduce_again(PODS, key[0])
         self._tokens.forget(cached.uid)
         self._pods.forget(key)
         if self._elector is not None and not self._leads:

@@ -16,6 +16,7 @@ from kvtier_operator.controller.cached_policy import CachedPolicy, claims_of, pa
 from kvtier_operator.injection.governing import NEVER_CREATED, precedence, selects
 from kvtier_operator.kube.queue import Key
 from kvtier_operator.kube.resources import PODS, Cache, Object
+from kvtier_operator.kube.trim import Outline
 
 Label = tuple[str, str]
 
@@ -148,7 +149,7 @@ class PolicyIndex:
         others: list[str] = []
         for pod_name in space.selected.get(name, ()):
             pod = cache.get(PODS, namespace, pod_name)
-            if pod is None:
+            if pod is None or isinstance(pod, Outline):
                 continue
             oldest = space.selecting[pod_name][0]
             if oldest == name:
@@ -156,6 +157,23 @@ class PolicyIndex:
             else:
                 others.append(oldest)
         return SelectedPods(tuple(governed), tuple(others))
+
+    def has_outlines(self, key: Key, cache: Cache) -> bool:
+        """Whether only outlines are held of pods that the policy selects."""
+        namespace, name = key
+        space = self._namespaces.get(namespace)
+        return space is not None and any(
+            isinstance(cache.get(PODS, namespace, each), Outline)
+            for each in space.selected.get(name, ())
+        )
+
+    def selects_any(self, pod: Object) -> bool:
+        """Whether a policy selects the pod."""
+        space = self._namespaces.get(pod["metadata"]["namespace"])
+        labels = pod["metadata"].get("labels") or {}
+        return space is not None and any(
+            space.selects(name, labels) for name in space.candidate_policies(labels)
+        )
 
     def put_policy(self, raw: Object, cache: Cache) -> set[Key]:
         """A policy was created or changed."""

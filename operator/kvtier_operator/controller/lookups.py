@@ -20,7 +20,6 @@ from kvtier_operator.kube.resources import (
     NODES,
     PODS,
     REPLICA_SETS,
-    SECRETS,
     STATEFUL_SETS,
     STORAGE_CLASSES,
     ApiError,
@@ -76,20 +75,6 @@ class Lookups:
         return [
             event for event in found or () if (event.get("involvedObject") or {}).get("uid") == uid
         ]
-
-    async def secret_missing(self, namespace: str, name: str) -> bool:
-        """Whether a Secret is known not to exist. Its content is not cached."""
-
-        async def is_missing() -> bool:
-            try:
-                await self._client.get(SECRETS, namespace, name)
-            except ApiError as error:
-                if error.status == 404:
-                    return True
-                raise
-            return False
-
-        return await self._cached(("secret", namespace, name), is_missing) is True
 
     async def binds_on_first_use(self, storage_class: str) -> bool:
         """Whether claims of a StorageClass are known to stay unbound until a pod uses them."""

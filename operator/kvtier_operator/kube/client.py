@@ -126,6 +126,10 @@ class ApiClient(Client):
             item.setdefault("kind", kind.kind)
         return items
 
+    async def read_guarded(self, kind: Kind, namespace: str | None, name: str) -> Object:
+        options = {"body": {}, "content_type": MERGE, "dry_run": "All"}
+        return await self._object("patch", kind, "patch", kind.path(namespace, name), **options)
+
     async def identities(
         self, kind: Kind, namespace: str | None = None, *, labels: str = "", fields: str = ""
     ) -> tuple[frozenset[str], int]:

@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 import kopf
+from kopf._core.reactor.inventory import ResourceMemories, ResourceMemory
 
 from kvtier_operator.kube.client import USER_AGENT
 from kvtier_operator.kube.credentials import Credentials
@@ -215,6 +216,7 @@ class KopfThread(threading.Thread):
                 identity=IDENTITY,
                 registry=registry,
                 settings=settings,
+                memories=_NoMemories(),
                 standalone=True,
                 stop_flag=stop_flag,
                 **scope,
@@ -361,6 +363,15 @@ class _Backoffs:
         while True:
             yield jittered(pause)
             pause = min(pause * 2, self._pace.last_pause_seconds)
+
+
+class _NoMemories(ResourceMemories):
+    """Remembers nothing of an object: kopf's record is as large as a pod's outline, and only
+    handlers that KVTier does not have read it.
+    """
+
+    async def recall(self, raw_body: Any, **options: Any) -> ResourceMemory:
+        return await super().recall(raw_body, **{**options, "ephemeral": True})
 
 
 class _NoDiffBase(kopf.DiffBaseStorage):

@@ -119,7 +119,8 @@ class Lister(NotingCache):
     """The objects of ``watches``.
 
     ``on_change`` is called on the event loop for each change, after the lister has it. It must be
-    quick and must not raise. ``clock`` is monotonic.
+    quick and must not raise. ``reduce`` returns what is kept of a new object. ``clock`` is
+    monotonic.
     """
 
     def __init__(
@@ -127,8 +128,10 @@ class Lister(NotingCache):
         watches: Iterable[Watch],
         on_change: OnChange = lambda kind, found, change: None,
         clock: Callable[[], float] = time.monotonic,
+        reduce: Callable[[Kind, Object], Object] = lambda kind, found: found,
     ) -> None:
         self._on_change = on_change
+        self._reduce = reduce
         self._clock = clock
         self._store = Store()
         self._tombstones: dict[str, tuple[int, float]] = {}
@@ -198,6 +201,7 @@ class Lister(NotingCache):
                 self._on_change(kind, held, ChangeType.MODIFIED)
             return
         self._noted.discard(uid)
+        found = self._reduce(kind, found)
         change = self._replace(kind, found, held)
         self._on_change(kind, found, change)
 
@@ -217,8 +221,26 @@ class Lister(NotingCache):
         uid = found["metadata"].get("uid") or ""
         held = self._store.get(kind, *place(found))
         if self._is_newer(uid, found, held):
-            self._replace(kind, source.watch.trim(dict(found)), held)
+            self._replace(kind, self._reduce(kind, source.watch.trim(dict(found))), held)
             self._noted.add(uid)
+
+    def complete(self, kind: Kind, found: Object) -> None:
+        """Replaces what was reduced before, by the same version of the object from a response."""
+        held = self._store.get(kind, *place(found))
+        if (
+            held is not None
+            and held["metadata"].get("uid") == found["metadata"].get("uid")
+            and version(held) == version(found)
+        ):
+            trims = [each.watch.trim for each in self.sources if each.watch.kind == kind]
+            self._store.put(kind, trims[0](dict(found)))
+        else:
+            self.note(kind, found)
+
+    def reduce_again(self, kind: Kind, namespace: str) -> None:
+        """Reduces the objects of a namespace, because fewer of them are needed whole."""
+        for each in self._store.of(kind, namespace):
+            self._store.put(kind, self._reduce(kind, each))
 
     def drop(self, kind: Kind, found: Object, deleted_at: int = 0) -> None:
         """Removes the object with this uid. ``deleted_at``: a version at which it did not exist."""

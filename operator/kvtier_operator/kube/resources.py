@@ -109,6 +109,9 @@ class NotingCache(Cache, Protocol):
     def note(self, kind: Kind, found: Object) -> None:
         """Takes over an object from a response, if it is newer than the cached one."""
 
+    def complete(self, kind: Kind, found: Object) -> None:
+        """Takes over an object from a response, of which the cache may hold only a part."""
+
 
 class Client(Protocol):
     """Calls to the API server. Each raises ``ApiError``; none waits longer than its deadline."""
@@ -120,6 +123,11 @@ class Client(Protocol):
         self, kind: Kind, namespace: str | None = None, *, labels: str = "", fields: str = ""
     ) -> Sequence[Object]:
         """Reads all objects of a kind, page by page."""
+
+    async def read_guarded(self, kind: Kind, namespace: str | None, name: str) -> Object:
+        """Reads one object by a dry run of an empty patch: admission policies see it, as they do
+        not see a get, and can limit it to objects of KVTier.
+        """
 
     async def create(self, kind: Kind, namespace: str | None, body: Object) -> Object:
         """Creates an object."""

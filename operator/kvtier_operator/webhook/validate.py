@@ -31,6 +31,7 @@ from kvtier_operator.injection.sidecar import sub_path
 from kvtier_operator.render import connectors
 from kvtier_operator.settings import Settings
 from kvtier_operator.webhook.review import AdmissionRequest
+from kvtier_operator.webhook.transitions import transition_warnings
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,10 @@ def validate(
         siblings = [other for other in others if other.metadata.name != name]
         warnings += _namespace_warnings(policy, settings, namespace_labels)
         warnings += _conflict_warnings(policy, siblings, settings)
+        if request.old is not None:
+            previous_policy = _parse(_defaulted(request.old, request), settings)[0]
+            if previous_policy is not None:
+                warnings += transition_warnings(previous_policy, policy)
     remaining = tuple(error for error in errors if error not in tolerated)
     if remaining:
         return AdmissionDenied(remaining, tuple(warnings))

@@ -7,6 +7,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
 from tests.support.memory_cluster import MemoryCluster
 from tests.support.pods import (
     HASH,
@@ -41,7 +42,6 @@ from kvtier_operator.kube.resources import (
     PODS,
     POLICIES,
     REPLICA_SETS,
-    SECRETS,
     ApiError,
     Kind,
 )
@@ -566,13 +566,22 @@ def test_a_restarted_operator_computes_the_same_status() -> None:
     assert cluster.reconcile(1).status == first
 
 
-def test_a_missing_pull_secret_is_reported() -> None:
-    for there in (False, True):
-        cluster = Cluster(images={"pullSecret": "registry-login"})
-        if there:
-            cluster.api.put(
-                SECRETS, {"metadata": {"name": "registry-login", "namespace": "serving"}}
-            )
-        cluster.add(blocked_pod())
-        message = condition(cluster.reconcile().status, "Attached").message
-        assert ("(namespace serving has no pull secret registry-login)" in message) is not there
+@pytest.mark.parametrize(
+    ("named", "expected"), [("registry-login", True), ("other, registry-login", True), ("o", False)]
+)
+def test_a_missing_pull_secret_is_reported(named: str, expected: bool) -> None:
+    """The operator may not read Secrets; the kubelet's Event names those that it did not find."""
+    cluster = Cluster(images={"pullSecret": "registry-login"})
+    cluster.add(blocked_pod())
+    cluster.api.put(
+        EVENTS,
+        {
+            "metadata": {"name": "e", "namespace": "serving"},
+            "reason": "FailedToRetrieveImagePullSecret",
+            "message": f"Unable to retrieve some image pull secrets ({named}); attempting to pull "
+            "the image may not succeed.",
+            "involvedObject": {"kind": "Pod", "uid": blocked_pod()["metadata"]["uid"]},
+        },
+    )
+    message = condition(cluster.reconcile().status, "Attached").message
+    assert ("(namespace serving has no pull secret registry-login)" in message) is expected

@@ -1,9 +1,11 @@
 """The bearer token of each policy's pods: created once in a Secret, and cached in the controller's
 memory.
 
-The controller has no right to list Secrets. It reads a policy's Secret by name when it first needs
-the token and again at every resync, so a deleted Secret is recreated, with another token, within
-one resync period.
+The controller has no right to get or list Secrets: admission policies do not see reads, so nothing
+would limit them to its own. It creates the Secret of a policy. If there is one already, it reads
+that by a dry run of an empty patch, which the chart's ValidatingAdmissionPolicy allows only for
+Secrets that KVTier created for a policy. This happens when it first needs the token and again at
+every resync, so a deleted Secret is recreated, with another token, within one resync period.
 """
 
 from __future__ import annotations
@@ -18,11 +20,7 @@ from typing import Any
 
 from kvtier_operator.api.names import token_secret
 from kvtier_operator.controller.cached_policy import CachedPolicy
-from kvtier_operator.controller.children.apply import (
-    PERMANENT_FAILURES,
-    get_existing,
-    is_foreign,
-)
+from kvtier_operator.controller.children.apply import PERMANENT_FAILURES, is_foreign
 from kvtier_operator.controller.children.observe import UID_LABEL
 from kvtier_operator.controller.children.plan import owner_reference
 from kvtier_operator.controller.objects import is_terminating
@@ -32,6 +30,11 @@ from kvtier_operator.render.volumes import MANAGED_BY, POLICY_LABEL
 logger = logging.getLogger(__name__)
 KEY = "token"
 TOKEN_BYTES = 32
+FOREIGN = "another Secret has this name; rename or delete it, or rename the policy"
+GUARD = "ValidatingAdmissionPolicy 'kvtier-controller'"
+"""In the message of a call that the chart's admission policy denies."""
+NOT_OURS: Object = {"metadata": {}}
+"""Stands for a Secret that the admission policy keeps from the controller."""
 MAX_TRIES = 3
 """Attempts to read or create the Secret while something else changes it."""
 
@@ -102,14 +105,12 @@ class PolicyTokens:
         self, cached: CachedPolicy, body: dict[str, Any]
     ) -> tuple[str | None, str]:
         """The token, or None and the reason."""
+        namespace, name = body["metadata"]["namespace"], body["metadata"]["name"]
         for _ in range(MAX_TRIES):
-            existing = await get_existing(self._client, SECRETS, body)
+            existing = await self._existing(namespace, name)
             if existing is not None:
                 if is_foreign(existing):
-                    return (
-                        None,
-                        "another Secret has this name; rename or delete it, or rename the policy",
-                    )
+                    return None, FOREIGN
                 if is_terminating(existing):
                     return None, "it is being deleted"
                 value = _token(existing)
@@ -130,6 +131,16 @@ class PolicyTokens:
             logger.info("created the Secret of the policy's token")
             return _token(created), ""
         return None, f"it changed during each of {MAX_TRIES} attempts to read it"
+
+    async def _existing(self, namespace: str, name: str) -> Object | None:
+        try:
+            return await self._client.read_guarded(SECRETS, namespace, name)
+        except ApiError as error:
+            if error.status == 404:
+                return None
+            if GUARD in error.message:
+                return NOT_OURS
+            raise
 
 
 def _token(secret: Object) -> str | None:

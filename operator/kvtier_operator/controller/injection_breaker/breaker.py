@@ -11,6 +11,7 @@ pods is a ReplicaSet: a changed pod template is another ReplicaSet, and is injec
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -37,6 +38,7 @@ from kvtier_operator.settings import Settings
 MAX_EXAMINED = 8
 """Blocked pods that one reconcile examines. The next ones follow once these are resolved."""
 MAX_SUSPENDED = 16
+NO_PULL_SECRET = "FailedToRetrieveImagePullSecret"  # noqa: S105  (a reason)
 SETTLE_SECONDS = 2.0
 """Between writing a suspension to the status and deleting the blocked pod: the webhook has seen the
 suspension by then.
@@ -98,11 +100,13 @@ class FailureDetector:
         return detectors.blocked_pod_failure(self._policy, pod, context, self._now)
 
     async def _with_pull_secret(self, failure: InjectionFailure) -> InjectionFailure:
-        """Adds to the message that the pull secret is missing, if it is."""
+        """Adds to the message that the pull secret is missing, if the kubelet says so."""
         secret, namespace = self._settings.images.pull_secret, self._policy.namespace
-        if not secret or failure.reason is not Reason.IMAGE_NOT_PULLED:
+        if not secret or failure.pod is None or failure.reason is not Reason.IMAGE_NOT_PULLED:
             return failure
-        if not await self._cluster.lookups.secret_missing(namespace, secret):
+        events = await self._cluster.lookups.events(failure.pod)
+        missing = (each for each in events if each.get("reason") == NO_PULL_SECRET)
+        if not any(secret in _names(str(each.get("message"))) for each in missing):
             return failure
         message = f"{failure.message} (namespace {namespace} has no pull secret {secret})"
         return replace(failure, message=message)
@@ -117,6 +121,11 @@ class FailureDetector:
             return ""
         nodes = await self._cluster.lookups.nodes()
         return insufficient_resources(complete, nodes, self._cluster.cache.list(PODS))
+
+
+def _names(message: str) -> list[str]:
+    """The Secrets that the kubelet's message has in parentheses."""
+    return re.findall(r"[^\s,]+", message.partition("(")[2].partition(")")[0])
 
 
 def suspended_owners(

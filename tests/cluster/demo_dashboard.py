@@ -1,0 +1,153 @@
+"""What the dashboards show of a run: a real Prometheus scrapes engine, tierd and operator, and each
+panel's queries are evaluated at the end.
+"""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from charts import NAMESPACE
+from nodes import ok
+from serving import ENGINE_PORT, STATUS_PORT, EnginePod
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+MONITORING_PORT = 9402
+RANGE = "10m"
+"""The interval of rates: the whole run."""
+SHOWN_SERIES = 3
+Row = tuple[str, str, str, str]
+
+
+def _prometheus() -> ModuleType:
+    """``tests/support/prometheus.py``. Where this runs as a script, another distribution's package
+    ``tests`` may be found first.
+    """
+    if str(REPOSITORY) not in sys.path:
+        sys.path.append(str(REPOSITORY))
+    name = "kvtier_tests_prometheus"
+    if name not in sys.modules:
+        path = REPOSITORY / "tests" / "support" / "prometheus.py"
+        spec = importlib.util.spec_from_file_location(name, path)
+        if spec is None or spec.loader is None:
+            raise ImportError(str(path))
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+class DashboardData:
+    """The Prometheus of a run. ``missing`` says what is not installed; then nothing is scraped."""
+
+    def __init__(self, directory: Path, api: Any, pod: EnginePod, policy: str) -> None:
+        self._directory, self._api, self._pod, self._policy = directory, api, pod, policy
+        self._module = _prometheus()
+        self._server: Any = None
+        self.missing = "" if self._module.PROGRAM else "Prometheus (Debian package prometheus)"
+
+    def follow(self) -> None:
+        """Scrapes the engine's pod that there is now, and the operator's. Called again after the
+        pod was replaced.
+        """
+        if self.missing:
+            return
+        targets = list(self._targets())
+        if self._server is None:
+            self._server = self._module.Prometheus(self._directory, targets)
+        else:
+            self._server.retarget(targets)
+        self._server.wait_scraped()
+
+    def close(self) -> None:
+        """Ends Prometheus."""
+        if self._server is not None:
+            self._server.close()
+
+    def rows(self) -> list[Row]:
+        """Dashboard, panel, series and value. Panels that have data only after a fault are left
+        out if they have none.
+        """
+        if self._server is None:
+            return []
+        from tools.monitoring.dashboards import BOARDS
+
+        found: list[Row] = []
+        for board in BOARDS:
+            for panel in board.panels():
+                series = list(self._series(panel))
+                if series or not panel.fault:
+                    found += shown(board.title.partition("/")[2].strip(), panel, series)
+        return found
+
+    def _series(self, panel: Any) -> Iterator[tuple[str, float]]:
+        for query in panel.queries:
+            expr = query.expr.replace("$__rate_interval", RANGE)
+            for each in self._server.query(self._module.expression(expr)):
+                yield legend(query.legend, each["metric"]), float(each["value"][1])
+
+    def _targets(self) -> Iterator[Any]:
+        target = self._module.Target
+        namespace, body = self._pod.namespace, self._pod.now()
+        labels = {"namespace": namespace, "pod": "engine", "policy": self._policy}
+        address = body["status"]["podIP"]
+        yield target("engine", f"{address}:{ENGINE_PORT}", labels)
+        path = f"/api/v1/namespaces/{namespace}/secrets/{self._policy}-token"
+        secret = ok(self._api.request("GET", path))
+        token = self._directory.parent / "token"
+        token.write_bytes(base64.b64decode(secret["data"]["token"]))
+        yield target("tierd", f"{address}:{STATUS_PORT}", labels, token)
+        pods = ok(self._api.request("GET", f"/api/v1/namespaces/{NAMESPACE}/pods"))["items"]
+        for each in pods:
+            name, where = each["metadata"]["name"], each["status"].get("podIP")
+            if where:
+                labels = {"namespace": NAMESPACE, "pod": name}
+                yield target(name, f"{where}:{MONITORING_PORT}", labels)
+
+
+def legend(text: str, labels: Mapping[str, str]) -> str:
+    """The name of a series, as Grafana builds it."""
+    for key, value in labels.items():
+        text = text.replace("{{" + key + "}}", value)
+    return text
+
+
+def shown(board: str, panel: Any, series: list[tuple[str, float]]) -> list[Row]:
+    """The rows of a panel: its largest series."""
+    write = UNITS.get(panel.unit, number)
+    ordered = sorted(series, key=lambda each: -each[1])
+    rows = [(board, panel.title, name, write(value)) for name, value in ordered[:SHOWN_SERIES]]
+    if len(ordered) > SHOWN_SERIES:
+        rows.append((board, panel.title, f"and {len(ordered) - SHOWN_SERIES} more", ""))
+    return rows or [(board, panel.title, "", "no data")]
+
+
+def number(value: float) -> str:
+    """At most three significant digits, and no exponent."""
+    return f"{value:.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
+
+
+def size(value: float) -> str:
+    """Bytes."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{number(value)} {unit}"
+        value /= 1024
+    return f"{number(value)} TiB"
+
+
+def seconds(value: float) -> str:
+    """A duration."""
+    return f"{number(value)} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+
+
+UNITS: dict[str, Callable[[float], str]] = {
+    "bytes": size,
+    "Bps": lambda value: f"{size(value)}/s",
+    "percentunit": lambda value: f"{value * 100:.3g} %",
+    "s": seconds,
+}
