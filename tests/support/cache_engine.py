@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
@@ -17,10 +17,12 @@ import yaml
 from kvtier.engines.atom.layout import allow_block_zero, byte_layout, rows_of
 from kvtier.engines.common.jobs import BlockRun
 from kvtier.engines.lmcache.block_copier import BlockCopier
-from kvtier.engines.lmcache.cache import RankCache, open_cache
 from kvtier.engines.lmcache.transfers import LoadTransfer, StoreTransfer
 from kvtier.transfer.factory import make_engine
 from kvtier.transfer.startup_check import pageable_scratch
+
+if TYPE_CHECKING:
+    from kvtier.engines.lmcache.cache import RankCache
 
 BLOCKS, TOKENS, CHUNK = 12, 4, 8
 NAMESPACE = "ab" * 16
@@ -109,7 +111,9 @@ def copier_for(tensors: Mapping[object, object]) -> BlockCopier:
 def open_rank(
     config: Path, ranks: int = 1, rank: int = 0, tensors: dict[int, CacheTensor] | None = None
 ) -> Rank:
-    """Opens the engine of one rank."""
+    """Opens the engine of one rank. Imports LMCache."""
+    from kvtier.engines.lmcache.cache import open_cache
+
     tensors = tensors or kv_tensors(seed=3 + rank)
     copier = copier_for(tensors)
     return Rank(tensors, copier, open_cache(config, NAMESPACE, ranks, rank, copier, CHUNK))

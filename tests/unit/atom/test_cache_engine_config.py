@@ -8,15 +8,20 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.support.cache_engine import BLOCKS, CHUNK, TOKENS, kv_tensors, wait
 
 from kvtier.engines.atom import cache_engine_config
 from kvtier.engines.atom.cache_engine_config import CacheEngineOptions, check_chunk, options_of
+from kvtier.engines.atom.cache_engine_worker import CacheEngineWorker
 from kvtier.engines.atom.connector import KVTierCacheEngineConnector, KVTierCacheEngineScheduler
 from kvtier.engines.atom.metadata import AtomSave, AtomStepMetadata
 from kvtier.engines.atom.types import SaveOperationId
+from kvtier.engines.atom.worker import RankIdentity
 from kvtier.engines.common.jobs import BlockRun, StoreJob
+from kvtier.engines.common.model_identity import EngineIdentity
 from kvtier.engines.lmcache.config import read_file, require_lmcache
 from kvtier.errors import ConfigurationError, KVTierError
+from kvtier.lookup.endpoint import SocketLock, socket_path
 from kvtier.planner import GroupKind, KVCacheGroup, Planner
 
 
@@ -138,3 +143,39 @@ def test_what_is_refused_leaves_an_engine_that_serves(tmp_path: Path) -> None:
     assert worker.get_finished().finished_saving == {SaveOperationId("kvtier", 1)}
     scheduler.shutdown()
     worker.shutdown()
+
+
+@pytest.mark.parametrize("reason", ["ephemeral", "taken"])
+def test_a_rank_that_must_not_or_cannot_serve_is_off_and_closes_lmcache(
+    tmp_path: Path, reason: str
+) -> None:
+    url = {"remote_url": "lm://localhost:1"} if reason == "ephemeral" else {}
+    path, run = file(tmp_path, chunk_size=CHUNK, **url), tmp_path / "run"
+    options = read({"lmcache_config": path, "model_revision": "one", "run_directory": str(run)})
+    identity = EngineIdentity("{}", "a reason" if reason == "ephemeral" else "")
+    opened: list[str] = []
+    cache = SimpleNamespace(close=lambda: opened.append("closed"))
+
+    def open_cache(*_arguments: Any) -> Any:
+        opened.append("opened")
+        return cache
+
+    worker = CacheEngineWorker(
+        options,
+        RankIdentity("e", 0, TOKENS, CHUNK),
+        1,
+        lambda: identity,
+        open_cache,
+    )
+    if reason == "taken":
+        run.mkdir(mode=0o700)
+        other = SocketLock(socket_path(run, "e"))
+    worker.register_kv_caches(kv_tensors(), BLOCKS)
+    wait(lambda: worker.off_reason)
+    if reason == "taken":
+        assert "another process answers" in worker.off_reason
+        assert opened == ["opened", "closed"]
+        other.release()
+    else:
+        assert "a reason" in worker.off_reason
+        assert opened == []

@@ -20,6 +20,7 @@ from packaging.utils import canonicalize_name
 from tests.cluster import images
 from tools.imagebuild import builder
 
+from kvtier import __version__
 from kvtier.tiers.lmcache.wire import LMCACHE_VERSION
 
 pytestmark = pytest.mark.slow
@@ -245,6 +246,8 @@ def test_commands_run_as_any_user_without_anything_of_this_machine(
     assert run("payload", "/usr/local/bin/kvtier-sidecar", "--version") == run(
         "operator", "/usr/local/bin/kvtier-operator", "version"
     )
+    for image in ("payload", "operator"):
+        assert run(image, "/usr/local/bin/kvtier", "--version") == f"kvtier {__version__}"
     libraries = "import ssl, sqlite3, ctypes, lzma, zoneinfo; zoneinfo.ZoneInfo('Europe/Paris')"
     run("operator", "/usr/local/bin/python3", "-c", libraries)
     target = tmp_path / "payload/payload"

@@ -127,6 +127,11 @@ class CacheEngineWorker:
         if copier is None:
             return
         identity = self._identity()
+        if identity.ephemeral_reason and self._options.file.persistent:
+            raise KVTierError(
+                "lmcache_config.remote_url keeps objects beyond this engine, whose identity holds "
+                f"for this start only: {identity.ephemeral_reason}"
+            )
         text = f"{identity.text}\n{codec_text}\n{rank.rank}/{self._ranks}"
         if identity.ephemeral_reason:
             # What the identity does not cover may differ at the next start.
@@ -141,7 +146,11 @@ class CacheEngineWorker:
         if rank.rank == 0:
             ranks = self._ranks
             server = LookupServer(directory, first, lambda: CommitIndex(ranks, cache))
-            server.start()
+            try:
+                server.start()
+            except KVTierError:
+                cache.close()
+                raise
         jobs = CacheJobs(cache, self._completions, client, self._counters)
         with self._lock:
             closed = self._closed

@@ -37,6 +37,7 @@ class BlockCopier:
         self._submit = threading.Lock()
         """Of the copy engine, which takes calls one at a time."""
         self._busy = {direction: threading.Lock() for direction in Direction}
+        self._entered = threading.local()
         engine.attach(self._staging)
 
     def fence(self) -> object | None:
@@ -65,6 +66,9 @@ class BlockCopier:
         return self._staging.memory[start : start + self.shard_bytes]
 
     def _copy(self, run: BlockRun, direction: Direction, after: object | None) -> None:
+        if not getattr(self._entered, "done", False):
+            self._engine.enter_thread()
+            self._entered.done = True
         copy = Copy(run.group, self._offsets[direction], run.first, run.blocks)
         with self._submit:
             handle = self._engine.submit([copy], direction, after)
@@ -74,6 +78,8 @@ class BlockCopier:
                 if self._engine.done(handle):
                     return
             if time.monotonic() > until:
+                # Before the caller gives the blocks away, nothing may access them.
+                self._engine.wait_idle()
                 raise CopyError(f"a copy did not end within {COPY_SECONDS:.0f} s")
             time.sleep(POLL_SECONDS)
 
