@@ -418,6 +418,13 @@ def faults(
     objects: Annotated[
         int, typer.Option(min=100, help="Objects stored by the concurrent writers.")
     ] = 10_000,
+    file_system: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KIND",
+            help="Run the faults of file tiers on this: ext4, xfs, tmpfs, nfs or all; repeatable.",
+        ),
+    ] = None,
     names: Annotated[bool, typer.Option("--list", help="List the faults and exit.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -430,7 +437,10 @@ def faults(
     if names:
         print_text("\n".join(faults_command.fault_names()))
         raise typer.Exit(0)
-    options = faults_command.scorecard_options(path, fault or (), seconds, hang_seconds, objects)
+    options = faults_command.on_file_systems(
+        faults_command.scorecard_options(path, fault or (), seconds, hang_seconds, objects),
+        file_system or (),
+    )
     rows = faults_command.run(options, with_engine=engine)
     peer_rows = faults_command.compare(options) if compare else []
     if as_json:
