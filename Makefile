@@ -3,7 +3,7 @@
 PYTHON := .venv/bin/python
 BENCHMARKS := $(filter-out benchmarks/common.py,$(sort $(wildcard benchmarks/*.py)))
 
-.PHONY: help install demo demo-cluster cluster test test-fast test-unit test-engine test-cluster lint format figures generate bench constraints clean
+.PHONY: help install demo demo-cluster cluster test test-fast test-unit test-engine test-cluster lint format figures docs pictures generate bench constraints clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -61,11 +61,20 @@ figures: install ## measure the layout of the code
 bench: install ## run every benchmark; each ends with one ratio
 	@set -e; for each in $(BENCHMARKS); do echo "== $$each"; $(PYTHON) $$each; done
 
+docs: ## build the documentation as a site in build/site; a broken link or anchor is an error
+	@tools/docs
+
+pictures: install ## draw the panels of the dashboards from a real engine and Prometheus (docs/images)
+	@KVTIER_PICTURES=docs/images $(PYTHON) -m pytest -q -m "engine or cluster" tests/engine/test_monitoring.py tests/cluster/test_monitoring.py
+
 generate: install ## generate crds/, the reference pages, alerts, dashboards and the chart's files from the code
 	@$(PYTHON) -m kvtier_operator.api.crd
 	@$(PYTHON) -m kvtier_operator.api.reference
 	@$(PYTHON) tools/chart_files.py
 	@$(PYTHON) -m tools.monitoring
+	@$(PYTHON) -m tools.sizing
+	@$(PYTHON) -m tools.diagrams
+	@$(PYTHON) -m tools.cli_reference
 	@$(PYTHON) -m tools.chart_golden
 
 constraints: ## write constraints.txt: the newest releases that pyproject.toml and overrides.txt allow

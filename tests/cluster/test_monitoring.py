@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from controller_process import Process
 from tests.cluster import admission
 from tests.cluster.admission import LABELLED, WebhookProcess, installed, pod, policy
 from tests.support import controllers
-from tests.support.prometheus import Prometheus, Target, lint, needs_prometheus
+from tests.support.prometheus import (
+    Prometheus,
+    Target,
+    keep_picture,
+    lint,
+    needs_prometheus,
+    traffic_for_pictures,
+)
 from tools.monitoring.alerts import GROUPS, Alert
 from tools.monitoring.operator_board import OPERATOR
 
@@ -23,6 +32,7 @@ from kvtier_operator.settings import Settings
 
 pytestmark = needs_prometheus
 ALERTS = (*GROUPS["kvtier.operator"], *GROUPS["kvtier.policies"])
+SVG = "{http://www.w3.org/2000/svg}"
 MISSING_CLAIM = controllers.file_tier("disk", {"persistentVolumeClaim": {"claimName": "none"}})
 
 
@@ -32,6 +42,7 @@ class Operating:
     def __init__(self, api: Any, nodes: ModuleType, namespace: str, prometheus: Prometheus) -> None:
         self.api, self.nodes, self.namespace = api, nodes, namespace
         self.prometheus = prometheus
+        self.began = time.time()
         self.exported: list[Callable[[], str]] = []
 
     def apply_policy(self, document: dict[str, Any]) -> None:
@@ -142,3 +153,12 @@ def test_a_policy_without_its_storage_is_seen_on_its_panel_and_raises_its_alert(
     names = {alert.name for alert in GROUPS["kvtier.operator"]}
     # The test's certificate is valid for an hour.
     assert names & set(prometheus.alerts()) <= {"KVTierCertificateExpires"}
+
+
+def test_panels_become_pictures(operating: Operating) -> None:
+    """Of all that this file has done. ``make pictures`` keeps them."""
+    traffic_for_pictures(operating.admit)
+    text = operating.prometheus.pictures(OPERATOR, time.time() - operating.began)
+    titles = [each.text for each in ElementTree.fromstring(text).iter(f"{SVG}text")]
+    assert [panel.title for panel in OPERATOR.panels() if panel.title not in titles] == []
+    keep_picture(OPERATOR.name, text)

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
-from tests.support.prometheus import Prometheus, Target, lint, needs_prometheus
+from tests.support.prometheus import (
+    Prometheus,
+    Target,
+    keep_picture,
+    lint,
+    needs_prometheus,
+    traffic_for_pictures,
+)
 from tools.monitoring.alerts import GROUPS, Alert
 from tools.monitoring.capacity import CAPACITY
 from tools.monitoring.on_call import ON_CALL
@@ -22,6 +31,8 @@ from kvtier.harness.tiny_model import prompt
 
 pytestmark = needs_prometheus
 CHUNKS = 6
+SVG = "{http://www.w3.org/2000/svg}"
+MAX_PICTURE_BYTES = 150_000
 POD = {"namespace": "serving", "pod": "engine-0", "policy": "chat"}
 ALERTS = (*GROUPS["kvtier.tiers"], *GROUPS["kvtier.capacity"])
 
@@ -33,6 +44,7 @@ class Serving:
         self.case = case
         self.server = server
         self.prometheus = prometheus
+        self.began = time.time()
         self._seed = 0
 
     def serve(self) -> None:
@@ -121,6 +133,11 @@ def test_no_alert_is_raised_while_all_is_well(serving: Serving) -> None:
     assert names & set(serving.prometheus.alerts()) == set()
 
 
+def test_no_traffic_is_refused_for_a_while(serving: Serving) -> None:
+    traffic_for_pictures(serving.serve)
+    assert serving.prometheus.query("sum(vllm:kvtier_off_total)")[0]["value"][1] == "0"
+
+
 def test_faults_are_seen_on_their_panels_and_raise_their_alert(serving: Serving) -> None:
     case, prometheus = serving.case, serving.prometheus
     case.set_faults(read={"fail": True}, write={"fail": True}, check={"fail": True})
@@ -139,3 +156,14 @@ def test_faults_are_seen_on_their_panels_and_raise_their_alert(serving: Serving)
     assert float(found[0]["value"][1]) == 1
     found = prometheus.query('kvtier_condition{type="LiveValuesRefused"}')
     assert [float(each["value"][1]) for each in found] == [1]
+
+
+@pytest.mark.parametrize("board", [ON_CALL, CAPACITY], ids=lambda board: board.name)
+def test_panels_become_pictures(serving: Serving, board: Board) -> None:
+    """Of all that this file has done to the engine. ``make pictures`` keeps them."""
+    traffic_for_pictures(serving.serve, 15.0)
+    text = serving.prometheus.pictures(board, time.time() - serving.began)
+    titles = [each.text for each in ElementTree.fromstring(text).iter(f"{SVG}text")]
+    assert [panel.title for panel in board.panels() if panel.title not in titles] == []
+    assert len(text) < MAX_PICTURE_BYTES
+    keep_picture(board.name, text)

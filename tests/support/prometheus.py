@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -20,6 +21,7 @@ import pytest
 import yaml
 from tools.monitoring.alerts import Alert, rules
 from tools.monitoring.panels import Board
+from tools.monitoring.pictures import Series, legend, picture
 
 from kvtier.harness.engine_process import free_port
 
@@ -116,6 +118,30 @@ class Prometheus:
             return []
         return [each for each in found if isinstance(each, dict) and each["value"][1] != "NaN"]
 
+    def pictures(self, board: Board, seconds: float) -> str:
+        """The panels of a board over the last ``seconds``, as SVG."""
+        data = {}
+        for panel in board.panels():
+            found = []
+            for query in panel.queries:
+                for each in self._range(expression(query.expr), seconds):
+                    points = tuple(
+                        (float(time), float(value))
+                        for time, value in each["values"]
+                        if value not in ("NaN", "+Inf", "-Inf")
+                    )
+                    if points:
+                        found.append(Series(legend(query.legend, each["metric"]), points))
+            data[panel.title] = found
+        return picture(board, data)
+
+    def _range(self, expr: str, seconds: float) -> list[dict[str, Any]]:
+        end = time.time()
+        step = max(1.0, seconds / 60)
+        found = self._get("query_range", query=expr, start=end - seconds, end=end, step=step)
+        result: list[dict[str, Any]] = found["result"]
+        return result
+
     def alerts(self) -> dict[str, str]:
         """The state of each alert that is pending or firing."""
         return {
@@ -159,7 +185,7 @@ class Prometheus:
             if each["health"] != "up"
         ]
 
-    def _get(self, path: str, **arguments: str) -> dict[str, Any]:
+    def _get(self, path: str, **arguments: str | float) -> dict[str, Any]:
         url = f"http://127.0.0.1:{self._port}/api/v1/{path}?{urllib.parse.urlencode(arguments)}"
         try:
             with urllib.request.urlopen(url, timeout=30) as answer:
@@ -189,6 +215,23 @@ def lint(text: str) -> str:
     )
     assert checked.returncode in (0, 3), checked.stderr
     return checked.stdout + checked.stderr
+
+
+def traffic_for_pictures(serve: Callable[[], None], seconds: float = 45.0) -> None:
+    """Traffic for some time, if ``make pictures`` runs the test, so that lines are long enough."""
+    if os.environ.get("KVTIER_PICTURES"):
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            serve()
+            time.sleep(0.5)
+
+
+def keep_picture(name: str, text: str) -> None:
+    """Writes a picture for the documentation, if ``make pictures`` runs the test."""
+    directory = os.environ.get("KVTIER_PICTURES")
+    if directory:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        (Path(directory) / f"{name}.svg").write_text(text, encoding="utf-8")
 
 
 def expression(expr: str) -> str:

@@ -22,27 +22,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kvtier.config.models import Live, MemoryTierDocument, Topology
+from kvtier.config.models import FileSystemTierDocument, Live, MemoryTierDocument, Topology
 from kvtier.store.allocator import SlotAllocator
 from kvtier.store.context import StoreContext, StoreRuntime
 from kvtier.store.cost_model import PrefixCost
 from kvtier.store.engines import EngineRegistry
 from kvtier.store.lookups import LOOKUP_THREADS, TierLookups
 from kvtier.store.memory_tier import ArcPolicy, LruPolicy, ResidentObjects
+from kvtier.store.prefetch import Prefetches
 from kvtier.store.presence import PresenceIndex
 from kvtier.store.promotion import ObjectSources, Promotions
 from kvtier.store.recovery import VERIFY_LANE, OrphanedReads, PoolRecovery, RecoveredObjects
-from kvtier.store.secondary_tier import SecondaryTiers, StoreTierState
+from kvtier.store.secondary_tier import SecondaryTiers
 from kvtier.store.selection import LoadPlanner
 from kvtier.store.slot_pool import SlotPool
 from kvtier.store.state import Entry
+from kvtier.store.tier_group import StoreTierState
 from kvtier.store.tier_reads import TierReads
 from kvtier.store.transfers import Reservations, StoreLoads
 from kvtier.store.types import MEMORY_BIT, RAM_BITS, Accounts, ChunkId, EngineInfo, StoreEvent
 from kvtier.store.write_through import HASH_LANE, Checksummer, WriteThrough
 from kvtier.tiers.base import Tier
-
-DEFAULT_THREADS = 8
 
 
 def executor_lanes(topology: Topology) -> dict[str, int]:
@@ -51,10 +51,12 @@ def executor_lanes(topology: Topology) -> dict[str, int]:
     for tier in topology.structural.tiers:
         if isinstance(tier, MemoryTierDocument):
             continue
-        found[f"read:{tier.name}"] = tier.read_threads
-        found[f"write:{tier.name}"] = tier.write_threads
-        found[f"lookup:{tier.name}"] = LOOKUP_THREADS
-        found[f"check:{tier.name}"] = found[f"maintain:{tier.name}"] = 1
+        volumes = tier.volumes if isinstance(tier, FileSystemTierDocument) else ()
+        for each in [f"{tier.name}/{volume.name}" for volume in volumes] or [tier.name]:
+            found[f"read:{each}"] = tier.read_threads
+            found[f"write:{each}"] = tier.write_threads
+            found[f"lookup:{each}"] = LOOKUP_THREADS
+            found[f"check:{each}"] = found[f"maintain:{each}"] = 1
     return found
 
 
@@ -90,7 +92,6 @@ class TierStore:
         self._memory_name = "memory" if document is None else document.name
         arc = document is not None and document.eviction_policy == "ARC"
         lanes, live = executor_lanes(topology), topology.live
-        read_threads = [lanes.get(f"read:{tier.name}", DEFAULT_THREADS) for tier in tiers]
         # Checksums may pin half of the pool, and writes to secondary tiers the other half: a hung
         # disk leaves room for loads.
         checksum_bytes, write_bytes = pool_bytes // 2, pool_bytes // 2 // max(1, len(tiers))
@@ -101,7 +102,7 @@ class TierStore:
         resident = self._resident = ResidentObjects(
             context, pool, index, lambda: policy(_identify, _previous, index.in_secondary_tier)
         )
-        self._tiers = SecondaryTiers(context, index, tiers, read_threads, live)
+        self._tiers = SecondaryTiers(context, index, tiers, lanes, live)
         self._engines = EngineRegistry(context, pool, resident)
         self._allocator = SlotAllocator(context, pool, resident, index, self._engines)
         reads = TierReads(context, pool, resident, self._tiers, self._allocator, recovery.read_log)
@@ -114,6 +115,7 @@ class TierStore:
         sources = ObjectSources(resident, self._recovered, self._tiers, reads)
         lookups = TierLookups(context, index, self._tiers)
         self._promotions = Promotions(context, sources, self._allocator, self._planner, lookups)
+        self._prefetches = Prefetches(context, sources, self._allocator, pool_bytes)
         self._loads = StoreLoads(
             context, resident, index, self._tiers, self._promotions, self._checksummer
         )
@@ -167,6 +169,7 @@ class TierStore:
             return
         for promotion in list(state.promotions.values()):
             self._promotions.release(promotion)
+        self._prefetches.close(state)
         slots = self._reservations.close(state)
         entries = self._loads.close(state)
         self._engines.release_or_quarantine(state, slots, entries, confirmed_dead, expires)
@@ -187,6 +190,7 @@ class TierStore:
             return
         for promotion in list(state.promotions.values()):
             self._promotions.release(promotion)
+        self._prefetches.close(state)
         self._reservations.cancel_all(state)
         self._index.close(state.namespace)
         state.namespace, state.persistent = namespace, persistent
@@ -244,12 +248,21 @@ class TierStore:
         if state is not None:
             self._promotions.begin(state, promotion, keys, budget_seconds, cost, look_up)
 
+    def prefetch(self, engine: str, prefetch: int, keys: Sequence[tuple[int, bytes]]) -> None:
+        """A request with these keys waits in the engine's queue: brings its prefix into RAM, as far
+        as that costs nothing else, until ``cancel``. Numbers are those of promotions. No answer."""
+        state = self._engines.get(engine)
+        if state is not None:
+            self._prefetches.begin(state, prefetch, keys)
+
     def cancel(self, engine: str, promotion: int) -> None:
-        """Cancels a promotion, or releases what it has brought."""
+        """Cancels a promotion, or releases what it has brought; or ends a prefetch."""
         state = self._engines.get(engine)
         if state is None:
             return
         found = state.promotions.get(promotion)
+        if found is None and self._prefetches.end(state, promotion):
+            return
         if found is None:
             self._context.count("late_cancels")
         else:
@@ -323,6 +336,7 @@ class TierStore:
             self._restore_next()
         self._writes.run()
         if not context.fenced:
+            self._prefetches.run()
             self._allocator.run()
 
     def next_wake(self) -> float | None:
@@ -368,4 +382,4 @@ class TierStore:
             objects=len(self._resident),
             pending_store_bytes=self._checksummer.pending_bytes,
         )
-        return [memory] + [self._tiers.tier_state(secondary) for secondary in self._tiers.all]
+        return [memory] + [group.report() for group in self._tiers.groups]

@@ -110,7 +110,7 @@ def test_the_connector_is_registered_and_configured(
     assert config == {"kv_connector": "kvtier", "kv_role": "offload", "topology": directory}
     module = "kvtier.engines.atom.connector"
     classes = ["KVTierOffloadConnector", "KVTierOffloadScheduler"]
-    assert known == {"kvtier": [module, *classes, False]}
+    assert known["kvtier"] == [module, *classes, False]
     assert "the image" in errors, "the image's own sitecustomize runs too"
 
 
@@ -152,3 +152,39 @@ def test_without_a_topology_nothing_is_changed(payload_directory: Path, image: P
     config, known, errors = run(payload_directory, image, {})
     assert (config, known) == ({}, {})
     assert "KVTier" not in errors
+
+
+def test_the_cache_engine_path_is_configured_by_its_own_variables(
+    payload_directory: Path, image: Path
+) -> None:
+    config, known, said = run(
+        payload_directory,
+        image,
+        {},
+        KVTIER_LMCACHE_CONFIG="/etc/lmcache.yaml",
+        KVTIER_LMCACHE_MODEL_REVISION="abc",
+    )
+    assert isinstance(config, dict)
+    assert len(config.pop("engine_id")) == 32
+    assert config == {
+        "kv_connector": "kvtier-lmcache",
+        "kv_role": "offload",
+        "lmcache_config": "/etc/lmcache.yaml",
+        "model_revision": "abc",
+    }
+    assert set(known) == {"kvtier", "kvtier-lmcache"}
+    assert "not attached" not in said
+
+
+def test_two_ways_to_attach_at_once_attach_nothing(
+    payload_directory: Path, image: Path, tmp_path: Path
+) -> None:
+    config, _, said = run(
+        payload_directory,
+        image,
+        {},
+        KVTIER_TOPOLOGY=directory_of(tmp_path),
+        KVTIER_LMCACHE_CONFIG="/etc/lmcache.yaml",
+    )
+    assert config == {}
+    assert "both set" in said

@@ -23,6 +23,7 @@ from kvtier.engines.atom.metadata import AtomStepMetadata
 assert not [name for name in sys.modules if name.split(".")[0] == "vllm"], "vllm is visible"
 assert connector.KVTierOffloadScheduler.is_offload and AtomStepMetadata().requests == []
 assert not [name for name in sys.modules if name.startswith("kvtier.engines.vllm")]
+assert not [name for name in sys.modules if name.split(".")[0] == "lmcache"], "lmcache is imported"
 try:
     import vllm
 except ModuleNotFoundError:

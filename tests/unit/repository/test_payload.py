@@ -23,6 +23,7 @@ MODULES = {
     "hashing",
     "key_table",
     "keys",
+    "lookup",
     "namespace",
     "planner",
     "prefix_order",

@@ -14,8 +14,12 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from kvtier.config.loader import load_for_engine
+from kvtier.engines.atom.cache_engine_config import check_chunk, options_of
+from kvtier.engines.atom.cache_engine_scheduler import CacheEngineScheduler
+from kvtier.engines.atom.cache_engine_worker import CacheEngineWorker, identity_digest
 from kvtier.engines.atom.config import engine_name, limits_of, planner_for, topology_directory
 from kvtier.engines.atom.identity import AtomIdentityBuilder
+from kvtier.engines.atom.lookup_connection import LookupConnection
 from kvtier.engines.atom.metadata import AtomLoad, AtomSave, AtomStepMetadata
 from kvtier.engines.atom.scheduler import AtomScheduler
 from kvtier.engines.atom.sequence_state import AtomSequence
@@ -23,6 +27,8 @@ from kvtier.engines.atom.types import KVConnectorOutput
 from kvtier.engines.atom.worker import AtomWorker, RankIdentity, tensor_rank
 from kvtier.engines.common.tierd_session import TierdSession
 from kvtier.errors import ConfigurationError, KVTierError
+from kvtier.lookup.client import greeting
+from kvtier.lookup.wire import SCHEDULER
 from kvtier.tierd.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
@@ -209,7 +215,7 @@ class KVTierOffloadConnector:
         self._worker = self._guard.start(lambda: self._build(config))
         self._unserved: list[Any] = []
 
-    def _build(self, config: Any) -> AtomWorker:
+    def _build(self, config: Any) -> AtomWorker | CacheEngineWorker:
         topology = load_for_engine(Path(topology_directory(config)))
         planner = planner_for(config, topology.structural.chunk_tokens)
         identity = RankIdentity(
@@ -271,3 +277,49 @@ class KVTierOffloadConnector:
         """Drains the copies and detaches from tierd."""
         if self._worker is not None:
             self._guard.run("shutdown", None, self._worker.shutdown)
+
+
+class KVTierCacheEngineScheduler(KVTierOffloadScheduler):
+    """The scheduler side of the CacheEngine path (``kvtier-lmcache``), which needs no tierd."""
+
+    def _build(self, config: Any) -> AtomScheduler:
+        options = options_of(config)
+        topology = options.topology()
+        planner = planner_for(config, options.file.chunk_tokens)
+        check_chunk(planner, options)
+        engine = engine_name(config)
+        identity = AtomIdentityBuilder(config, planner, topology.structural)
+        connection = LookupConnection(
+            options.run_directory,
+            greeting(SCHEDULER, engine, planner.ranks, 0, identity_digest(identity())),
+            options.lookup_seconds,
+        )
+        session = TierdSession(topology, planner, engine, identity, connection.connect)
+        scheduler = CacheEngineScheduler(
+            connection, session, planner, limits_of(config), options.load_seconds
+        )
+        scheduler.start()
+        logger.info(
+            "KVTier: configured engine %s with chunks of %d tokens and LMCache's %s",
+            engine,
+            planner.chunk_tokens,
+            options.file.path,
+        )
+        return scheduler
+
+
+class KVTierCacheEngineConnector(KVTierOffloadConnector):
+    """The worker side of the CacheEngine path (``kvtier-lmcache``)."""
+
+    def _build(self, config: Any) -> CacheEngineWorker:
+        options = options_of(config)
+        planner = planner_for(config, options.file.chunk_tokens)
+        check_chunk(planner, options)
+        rank = RankIdentity(
+            engine_name(config),
+            tensor_rank(),
+            int(config.kv_cache_block_size),
+            planner.chunk_tokens,
+        )
+        identity = AtomIdentityBuilder(config, planner, options.topology().structural)
+        return CacheEngineWorker(options, rank, planner.ranks, identity)

@@ -35,6 +35,25 @@ class AtomCancel:
     load: int
 
 
+@dataclass(frozen=True, slots=True)
+class CacheLoad(AtomLoad):
+    """A load through LMCache's engines: ``keys[i]`` and ``stores[i]`` belong to ``job.runs[i]``.
+
+    ``job`` has no slots of a pool here. Fewer keys than runs: the load fails.
+    """
+
+    keys: tuple[bytes, ...] = ()
+    stores: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSave(AtomSave):
+    """A store through LMCache's engines. An empty ``key``: the store is dropped."""
+
+    key: bytes = b""
+    store: int = 0
+
+
 AtomJob = AtomLoad | AtomSave | AtomCancel
 
 

@@ -8,6 +8,9 @@ With ``KVTIER_TOPOLOGY`` set, two of ATOM's modules are changed right after they
 * a configuration without a connector gets that one, in the process that creates it. ATOM passes
   its configuration on to the others.
 
+With ``KVTIER_LMCACHE_CONFIG`` instead, which names LMCache's configuration file, the connector of
+the CacheEngine path (``kvtier-lmcache``) is used, which needs no topology and no tierd.
+
 A connector that the user has configured takes precedence. If anything fails, one line is logged and
 the engine starts without KVTier. Only the standard library is imported before ATOM is.
 """
@@ -27,8 +30,21 @@ from types import ModuleType
 from typing import Any
 
 TOPOLOGY_VARIABLE = "KVTIER_TOPOLOGY"
+LMCACHE_VARIABLE = "KVTIER_LMCACHE_CONFIG"
+LMCACHE_OPTIONS = {
+    "run_directory": "KVTIER_LMCACHE_RUN_DIRECTORY",
+    "model_revision": "KVTIER_LMCACHE_MODEL_REVISION",
+    "salt": "KVTIER_LMCACHE_SALT",
+}
+"""Options of the CacheEngine path by the variables that set them."""
 CONNECTOR_NAME = "kvtier"
+LMCACHE_CONNECTOR_NAME = "kvtier-lmcache"
 CONNECTOR_MODULE = "kvtier.engines.atom.connector"
+CONNECTOR_CLASSES = {
+    CONNECTOR_NAME: ("KVTierOffloadConnector", "KVTierOffloadScheduler"),
+    LMCACHE_CONNECTOR_NAME: ("KVTierCacheEngineConnector", "KVTierCacheEngineScheduler"),
+}
+"""The classes of workers and scheduler by the connector's name."""
 CONFIG_MODULE = "atom.config"
 FACTORY_MODULE = "atom.kv_transfer.disaggregation.factory"
 OWN_OFFLOAD_VARIABLE = "ATOM_KV_OFFLOAD"
@@ -41,7 +57,7 @@ logger = logging.getLogger(__name__)
 def install() -> None:
     """Watches for ATOM's modules. Idempotent. Never raises."""
     try:
-        if not os.environ.get(TOPOLOGY_VARIABLE, "").strip():
+        if not (_variable(TOPOLOGY_VARIABLE) or _variable(LMCACHE_VARIABLE)):
             return
         if not any(isinstance(finder, _Watcher) for finder in sys.meta_path):
             sys.meta_path.insert(0, _Watcher())
@@ -53,19 +69,20 @@ def install() -> None:
 
 
 def register(factory_module: ModuleType) -> None:
-    """Makes the connector known to ATOM's factory. Never raises."""
+    """Makes the connectors known to ATOM's factory. Never raises."""
     try:
         factory: Any = factory_module.KVConnectorFactory
-        names = {
-            "worker_module": CONNECTOR_MODULE,
-            "worker_class": "KVTierOffloadConnector",
-            "scheduler_module": CONNECTOR_MODULE,
-            "scheduler_class": "KVTierOffloadScheduler",
-        }
-        try:
-            factory.register(CONNECTOR_NAME, **names, requires_pd_staging=False)
-        except TypeError:  # before ATOM had that parameter
-            factory.register(CONNECTOR_NAME, **names)
+        for name, (worker, scheduler) in CONNECTOR_CLASSES.items():
+            names = {
+                "worker_module": CONNECTOR_MODULE,
+                "worker_class": worker,
+                "scheduler_module": CONNECTOR_MODULE,
+                "scheduler_class": scheduler,
+            }
+            try:
+                factory.register(name, **names, requires_pd_staging=False)
+            except TypeError:  # before ATOM had that parameter
+                factory.register(name, **names)
     except Exception as error:
         logger.exception("KVTier: not attached: this ATOM is not supported: %s", error)
 
@@ -91,17 +108,42 @@ def configure(config_module: ModuleType) -> None:
 
 def attach(config: Any) -> None:
     """Sets the connector in an ATOM configuration, if that is possible. Never raises."""
-    directory = os.environ.get(TOPOLOGY_VARIABLE, "").strip()
+    directory, file = _variable(TOPOLOGY_VARIABLE), _variable(LMCACHE_VARIABLE)
+    variable, path = (TOPOLOGY_VARIABLE, directory) if directory else (LMCACHE_VARIABLE, file)
     try:
-        reason = _conflict(config) or _unusable(directory)
+        reason = _conflict(config)
+        if directory and file:
+            reason = reason or f"{TOPOLOGY_VARIABLE} and {LMCACHE_VARIABLE} are both set"
+        elif directory:
+            reason = reason or _unusable(directory)
+        else:
+            importlib.import_module(CONNECTOR_MODULE)
         if not reason:
-            config.kv_transfer_config = transfer_config(directory)
+            config.kv_transfer_config = (
+                transfer_config(directory) if directory else lmcache_transfer_config(file)
+            )
     except Exception as error:  # noqa: BLE001 - the engine starts without a connector
         reason = f"{type(error).__name__}: {error}"
     if reason:
         logger.warning("KVTier: not attached: %s", reason)
     else:
-        logger.info("KVTier: attached by %s=%s", TOPOLOGY_VARIABLE, directory)
+        logger.info("KVTier: attached by %s=%s", variable, path)
+
+
+def _variable(name: str) -> str:
+    return os.environ.get(name, "").strip()
+
+
+def lmcache_transfer_config(file: str) -> dict[str, str]:
+    """Returns ATOM's KV transfer configuration for the CacheEngine path."""
+    given = {name: _variable(variable) for name, variable in LMCACHE_OPTIONS.items()}
+    return {
+        "kv_connector": LMCACHE_CONNECTOR_NAME,
+        "kv_role": "offload",
+        "lmcache_config": file,
+        "engine_id": uuid.uuid4().hex,
+        **{name: value for name, value in given.items() if value},
+    }
 
 
 def transfer_config(directory: str) -> dict[str, str]:

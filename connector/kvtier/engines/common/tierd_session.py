@@ -153,7 +153,7 @@ class TierdSession:
         self.stale_weights = False
         """Whether it is suspended until vLLM resets its prefix cache."""
         self.pinned_loads: deque[tuple[int, int]] = deque(maxlen=MAX_PINNED_LOADS)
-        """(load, keys) that tierd has pinned, for whoever wants to know."""
+        """(load, keys) that tierd has pinned, in the order of its answers."""
         self._identity_wanted: Identify | None = None
         """The identity since the number rose for the first time; None: as in the handshakes."""
         self._identify_unsent = False

@@ -41,6 +41,7 @@ from kvtier.tiers.filesystem.layout import (
     DIRECTORY_BYTES,
     IDENTITY,
     LEDGER,
+    SAVED_INDEX,
     grant_name,
     offer_name,
     term_path,
@@ -122,9 +123,10 @@ class Janitor:
     @property
     def limit_bytes(self) -> int:
         """What may be charged."""
-        capacity, writers = self._capacity_bytes, len(self._writers)
-        logs = log_bytes(capacity, writers) if self._directory.announcements.enabled else 0
-        return limit_bytes(capacity, writers) - logs
+        writers, logs = len(self._writers), 0
+        if self._directory.announcements.enabled:
+            logs = log_bytes(self._directory.limits().capacity_bytes, writers)
+        return max(limit_bytes(self._capacity_bytes, writers) - logs, 0)
 
     def grant_bytes(self) -> int:
         """Size of a grant."""
@@ -492,6 +494,8 @@ class Janitor:
             # A later scan removes the objects that are not indexed, by the age of this description.
             if not self._index.unindexed or not _has_directories(top):
                 os.unlink(top / IDENTITY)
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(top / SAVED_INDEX)
         with contextlib.suppress(OSError):
             os.rmdir(top)
         self._recount_requested = True

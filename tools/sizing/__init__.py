@@ -1,0 +1,1 @@
+"""Sizes of KV caches, and from which speed on a tier pays: computed for the documentation."""
