@@ -50,7 +50,7 @@ VolumeFault = Callable[[VolumesContext, float, Measurements], None]
 
 
 @contextmanager
-def testbed(home: Path, place: Path | None = None) -> Iterator[VolumesContext]:
+def testbed(home: Path, place: Path | None) -> Iterator[VolumesContext]:
     """Starts a daemon with two volumes below ``place``, or ``home``, where the rest is. Raises
     ``MountUnavailableError``."""
     below = (home if place is None else place / home.name) / "below"
