@@ -74,6 +74,7 @@ generate: install ## generate crds/, the reference pages, alerts, dashboards and
 	@$(PYTHON) -m tools.monitoring
 	@$(PYTHON) -m tools.sizing
 	@$(PYTHON) -m tools.diagrams
+	@$(PYTHON) -m tools.cli_reference
 	@$(PYTHON) -m tools.chart_golden
 
 constraints: ## write constraints.txt: the newest releases that pyproject.toml and overrides.txt allow

@@ -6,8 +6,14 @@ import argparse
 import json
 import os
 import platform
+import random
 import sys
+import tracemalloc
 from collections.abc import Callable, Iterable, Sequence
+
+from kvtier.tiers.filesystem.index import Index
+
+NAMESPACE = "e" * 32
 
 
 def options(
@@ -67,3 +73,19 @@ def progress(text: str) -> None:
     """One line on a terminal, nothing elsewhere."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def bytes_per_object(objects: int) -> float:
+    """Memory of an index that holds this many objects in prompts of 32."""
+    tracemalloc.start()
+    index = Index(1 << 60, objects)
+    random_bytes = random.Random(2).randbytes
+    previous = b""
+    for number in range(objects):
+        key = b"\0" + random_bytes(32)
+        index.reserve(4096)
+        index.publish(NAMESPACE, key, 4096, previous if number % 32 else b"")
+        previous = key
+    held = tracemalloc.get_traced_memory()[0] / objects
+    tracemalloc.stop()
+    return held

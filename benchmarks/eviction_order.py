@@ -19,7 +19,6 @@ import json
 import random
 import sys
 import time
-import tracemalloc
 from collections import OrderedDict
 from collections.abc import Callable
 from itertools import count
@@ -29,10 +28,9 @@ from kvtier.store.memory_tier import ArcPolicy, LruPolicy
 from kvtier.tiers.filesystem.index import Index
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import options, progress, report
+from common import NAMESPACE, bytes_per_object, options, progress, report
 
 Trace = list[list[int]]
-NAMESPACE = "e" * 32
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
 SCANNED_SHARE = 0.1
 AFTER_SCAN = 200
@@ -210,22 +208,6 @@ def after_scan(trace: Trace, capacity: int) -> list[tuple[object, ...]]:
         hits = [replay(before + window) - replay(before) for replay in replays]
         rows.append((name, *hits, f"{hits[2] / max(hits[0], 1):.3f}"))
     return rows
-
-
-def bytes_per_object(objects: int) -> float:
-    """Memory of an index that holds this many objects in prompts of 32."""
-    tracemalloc.start()
-    index = Index(1 << 60, objects)
-    random_bytes = random.Random(2).randbytes
-    previous = b""
-    for number in range(objects):
-        key = b"\0" + random_bytes(32)
-        index.reserve(4096)
-        index.publish(NAMESPACE, key, 4096, previous if number % 32 else b"")
-        previous = key
-    held = tracemalloc.get_traced_memory()[0] / objects
-    tracemalloc.stop()
-    return held
 
 
 def main() -> None:

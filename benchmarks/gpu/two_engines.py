@@ -35,10 +35,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def serve(chosen: argparse.Namespace) -> None:
     """One engine that answers lines of JSON on its standard input."""
-    from vllm import SamplingParams
-
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    from vllm import SamplingParams
+
     llm, run_directory = engines.make_engine(
         "kvtier",
         chosen,

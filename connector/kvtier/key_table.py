@@ -27,6 +27,11 @@ class KeyTable:
     def __len__(self) -> int:
         return self._count
 
+    @property
+    def longest_bytes(self) -> int:
+        """Length of the longest key that the table has, or has had; 0 if it never had any."""
+        return max(self._buckets, default=0)
+
     def get(self, key: bytes) -> int:
         """The number of the key; 0 if it has none."""
         buckets = self._buckets.get(len(key))
@@ -55,6 +60,16 @@ class KeyTable:
             self._count += 1
         else:
             records[at + size : at + size + _VALUE_BYTES] = data
+
+    def add(self, key: bytes, value: int) -> None:
+        """Sets the number of a key that has none. Saves the search of ``set``."""
+        buckets = self._buckets.get(len(key))
+        records = buckets[hash(key) % _BUCKETS] if buckets is not None else None
+        if records is None:
+            self.set(key, value)
+            return
+        records += key + value.to_bytes(_VALUE_BYTES, "little")
+        self._count += 1
 
     def change_bits(self, key: bytes, bits: int, present: bool) -> bool:
         """Sets or clears bits of the key's number; a number of 0 is no number. False if they were

@@ -30,6 +30,9 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 
+import numpy as np
+from numpy.typing import NDArray
+
 NONE = 0
 """No node. Also the head of the list of nodes that were used once; 1 is that of the other list."""
 _PRESENT, _PARKED, _OFTEN, _ORPHAN = 1, 2, 4, 8
@@ -108,6 +111,16 @@ class PrefixOrder:
     def predecessor(self, node: int) -> int:
         """The node that this one follows; ``NONE`` if it is the first or that is not known."""
         return self._parent[node]
+
+    @property
+    def now(self) -> int:
+        """How many uses and entries there were."""
+        return self._now
+
+    def recency(self) -> tuple[NDArray[np.uint64], NDArray[np.uint8]]:
+        """Copies, by node: when it was used last, and whether it is present."""
+        present = np.frombuffer(self._flags, dtype=np.uint8) & _PRESENT
+        return np.array(self._used_at, dtype=np.uint64), present.astype(np.uint8)
 
     # Changes.
 

@@ -10,10 +10,12 @@ from typing import Any
 
 import operators
 import pytest
+from tests.cluster import admission
 from tests.support import pod_objects
 from tests.support.pod_objects import engine, file_tier, memory_tier
 
 import kvtier
+from kvtier.cli.main import main
 from kvtier_operator.api.names import TIERD_CONTAINER
 from kvtier_operator.injection.decision import AdmissionContext, Injected
 from kvtier_operator.injection.inject import inject
@@ -158,3 +160,50 @@ def test_the_kubelet_expands_variables_with_value_from(
         "PYTHONHASHSEED": "0",
         "KVTIER_LOCAL_RANKS": "2",
     }
+
+
+def test_the_doctor_checks_a_pod_from_inside(
+    node_cluster: Any,
+    node_api: Any,
+    nodes: ModuleType,
+    space: str,
+    tmp_path_factory: pytest.TempPathFactory,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Through exec, with the command of the image, in the container that mounts the storage."""
+    waiting = "import time; time.sleep(3600)"
+    container = engine(
+        image=IMAGE,
+        imagePullPolicy="Never",
+        command=["/usr/local/bin/python3", "-c", waiting, "vllm"],
+    )
+    tier = file_tier("files", {"hostPath": {"path": str(prepared(tmp_path_factory))}})
+    policy = pod_objects.policy(
+        memory_tier("16Mi"), tier, namespace=space, engine={"containerName": "vllm"}
+    )
+    name = f"doctor-{secrets.token_hex(3)}"
+    metadata = {"name": name, "namespace": space, "labels": {"app": "chat"}}
+    pod = pod_objects.pod(container, terminationGracePeriodSeconds=1)
+    context = AdmissionContext(kubelet_versions=("v1.37.2",))
+    decision = inject(policy, {**pod, "metadata": metadata}, context, SETTINGS)
+    assert isinstance(decision, Injected), decision
+    path = f"/api/v1/namespaces/{space}/pods"
+    nodes.ok(node_api.request("POST", path, decision.pod))
+    cluster = ["--kubeconfig", str(node_cluster.kubeconfig), "--context", node_cluster.context]
+    arguments = ["doctor", name, "-n", space, "-o", "json", "--size", "1Mi", *cluster]
+    found: dict[str, Any] = {}
+
+    def checked() -> bool:
+        capsys.readouterr()
+        main(arguments)
+        document = json.loads(capsys.readouterr().out)
+        found.update({each["check"]: each for each in document["findings"]})
+        return "speed" in found
+
+    with admission.definition(node_cluster, node_api, nodes):
+        nodes.wait_for("the doctor answers from inside", checked, 120, 2)
+    assert found["speed"]["subject"].startswith(f"{name}/{TIERD_CONTAINER}: tier files")
+    assert found["shared-memory"]["severity"] == "ok"
+    assert found["rights"]["severity"] == "ok"
+    assert found["mount"]["severity"] in ("ok", "warning")
+    node_api.request("DELETE", f"{path}/{name}")

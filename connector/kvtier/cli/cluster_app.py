@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from kvtier.cli.cluster.access import ClusterOptions, ClusterReader
 
 URL = re.compile(r"https?://[^/\s]+", re.IGNORECASE)
+NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
+MAX_NAME = 253
 MAX_TOKEN_BYTES = 4_096
 MIN_INTERVAL = 0.5
 Result = TypeVar("Result")
@@ -169,7 +171,7 @@ def why(
     listed as "not checked", with the missing right.
     """
     options = _options(kubeconfig, context, namespace, operator_namespace)
-    name = pod.removeprefix("pod/").removeprefix("pods/")
+    name = _pod_name(pod)
 
     async def command(reader: ClusterReader) -> Any:
         from kvtier.cli.cluster.reports import ProxiedStatus
@@ -259,7 +261,7 @@ def doctor(
         if path or topology is not None:
             raise OptionError("POD", pod, "must not be combined with --path or --topology")
         options = _options(kubeconfig, context, namespace, operator_namespace)
-        name = pod.removeprefix("pod/").removeprefix("pods/")
+        name = _pod_name(pod)
 
         async def command(reader: ClusterReader) -> list[findings.Finding]:
             from kvtier.cli.cluster.doctor_pod import PodDoctorOptions, examine_pod
@@ -284,10 +286,28 @@ def _options(
     namespace: str | None,
     operator_namespace: str = DEFAULT_OPERATOR_NAMESPACE,
 ) -> ClusterOptions:
+    for option, name in (
+        ("--namespace", namespace),
+        ("--operator-namespace", operator_namespace),
+    ):
+        if name is not None:
+            _checked(option, name)
     options: ClusterOptions = _cluster_module("access").ClusterOptions(
         kubeconfig, context, namespace, operator_namespace
     )
     return options
+
+
+def _pod_name(text: str) -> str:
+    """The name in ``POD`` or ``pod/POD``. Raises ``OptionError``."""
+    return _checked("POD", text.removeprefix("pods/").removeprefix("pod/"))
+
+
+def _checked(option: str, name: str) -> str:
+    """A name as Kubernetes has them. It becomes a part of a path."""
+    if not NAME.fullmatch(name) or len(name) > MAX_NAME:
+        raise OptionError(option, name, "must be a name of lower case letters, digits, - and .")
+    return name
 
 
 def _on_cluster(

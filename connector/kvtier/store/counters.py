@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 MESSAGES = (
     "Abort", "Bye", "Cancel", "Deliver", "EvictionAck", "Heartbeat", "Hello", "Load",
-    "Identify", "LoadReleased", "Promote", "Reserve", "Resync",
+    "Identify", "LoadReleased", "Prefetch", "Promote", "Reserve", "Resync",
 )  # fmt: skip
 """What an engine sends (``tierd/wire.py``)."""
 TIER_ERRORS = ("corrupt", "error", "key_missing", "min_free", "no_space", "unavailable",
@@ -100,7 +100,10 @@ COUNTERS: dict[str, CounterLabels] = {
     "tier_writes_skipped": _tier(
         "Objects that the store policy did not admit to a tier, by reason.", "not_reused"
     ),
+    "prefetch_reads": _tier("Reads for requests that wait in an engine's queue."),
     # Promotions.
+    "prefetches": _global("Requests in an engine's queue whose prefix was brought into RAM."),
+    "prefetches_rejected": _global("Prefetches that did not begin, by reason.", "too_many"),
     "promotion_leases_expired": _global("Promotions whose result was not used in time."),
     "promotions": _global("Promotions that began."),
     "promotions_cut": _global(
@@ -182,9 +185,9 @@ COUNTERS: dict[str, CounterLabels] = {
     "protocol_violations": _global(
         "Messages that break the protocol, by reason.",
         "acknowledged_twice", "engine_opened_twice", "frames", "hello_twice", "load_released_twice",
-        "load_twice", "load_without_ranks", "not_a_writer", "prefix_cost", "promotion_twice",
-        "reservation_twice", "slot_not_granted", "undecodable", "unknown_engine", "unknown_group",
-        "unknown_load", *(f"{role}_{name}" for role in ("scheduler", "worker")
+        "load_twice", "load_without_ranks", "not_a_writer", "prefetch_twice", "prefix_cost",
+        "promotion_twice", "reservation_twice", "slot_not_granted", "undecodable", "unknown_engine",
+        "unknown_group", "unknown_load", *(f"{role}_{name}" for role in ("scheduler", "worker")
                           for name in MESSAGES),
     ),
     "reservations_while_stopping": _global("Reservations that were refused while tierd stops."),

@@ -29,6 +29,7 @@ from kvtier.store.cost_model import PrefixCost
 from kvtier.store.engines import EngineRegistry
 from kvtier.store.lookups import LOOKUP_THREADS, TierLookups
 from kvtier.store.memory_tier import ArcPolicy, LruPolicy, ResidentObjects
+from kvtier.store.prefetch import Prefetches
 from kvtier.store.presence import PresenceIndex
 from kvtier.store.promotion import ObjectSources, Promotions
 from kvtier.store.recovery import VERIFY_LANE, OrphanedReads, PoolRecovery, RecoveredObjects
@@ -114,6 +115,7 @@ class TierStore:
         sources = ObjectSources(resident, self._recovered, self._tiers, reads)
         lookups = TierLookups(context, index, self._tiers)
         self._promotions = Promotions(context, sources, self._allocator, self._planner, lookups)
+        self._prefetches = Prefetches(context, sources, self._allocator, pool_bytes)
         self._loads = StoreLoads(
             context, resident, index, self._tiers, self._promotions, self._checksummer
         )
@@ -167,6 +169,7 @@ class TierStore:
             return
         for promotion in list(state.promotions.values()):
             self._promotions.release(promotion)
+        self._prefetches.close(state)
         slots = self._reservations.close(state)
         entries = self._loads.close(state)
         self._engines.release_or_quarantine(state, slots, entries, confirmed_dead, expires)
@@ -187,6 +190,7 @@ class TierStore:
             return
         for promotion in list(state.promotions.values()):
             self._promotions.release(promotion)
+        self._prefetches.close(state)
         self._reservations.cancel_all(state)
         self._index.close(state.namespace)
         state.namespace, state.persistent = namespace, persistent
@@ -244,12 +248,21 @@ class TierStore:
         if state is not None:
             self._promotions.begin(state, promotion, keys, budget_seconds, cost, look_up)
 
+    def prefetch(self, engine: str, prefetch: int, keys: Sequence[tuple[int, bytes]]) -> None:
+        """A request with these keys waits in the engine's queue: brings its prefix into RAM, as far
+        as that costs nothing else, until ``cancel``. Numbers are those of promotions. No answer."""
+        state = self._engines.get(engine)
+        if state is not None:
+            self._prefetches.begin(state, prefetch, keys)
+
     def cancel(self, engine: str, promotion: int) -> None:
-        """Cancels a promotion, or releases what it has brought."""
+        """Cancels a promotion, or releases what it has brought; or ends a prefetch."""
         state = self._engines.get(engine)
         if state is None:
             return
         found = state.promotions.get(promotion)
+        if found is None and self._prefetches.end(state, promotion):
+            return
         if found is None:
             self._context.count("late_cancels")
         else:
@@ -323,6 +336,7 @@ class TierStore:
             self._restore_next()
         self._writes.run()
         if not context.fenced:
+            self._prefetches.run()
             self._allocator.run()
 
     def next_wake(self) -> float | None:

@@ -39,6 +39,7 @@ from kvtier.tierd.wire import (
     LoadPinned,
     LoadReleased,
     Message,
+    Prefetch,
     Promote,
     Promoted,
     Ready,
@@ -201,6 +202,8 @@ class Dispatcher:
                 _prefix_cost(message),
                 message.look_up,
             )
+        elif isinstance(message, Prefetch):
+            store.prefetch(name, message.promotion, message.keys)
         elif isinstance(message, Cancel):
             store.cancel(name, message.promotion)
         elif isinstance(message, Load):

@@ -19,7 +19,7 @@ import msgspec
 
 from kvtier import __version__
 
-PROTOCOL = f"{__version__}/9"
+PROTOCOL = f"{__version__}/10"
 SOCKET_NAME = "tierd.sock"
 POOL_NAME = "pool"
 GENERATIONS_NAME = "generations"
@@ -144,8 +144,17 @@ class Promote(Message, frozen=True, kw_only=True):
     look_up: bool = False
 
 
+class Prefetch(Message, frozen=True, kw_only=True):
+    """Scheduler: a request waits in the engine's queue; bring the prefix of ``keys`` into RAM as
+    far as that costs nothing else. No answer. ``Cancel`` with the same number ends it.
+    """
+
+    promotion: int
+    keys: tuple[tuple[int, bytes], ...]
+
+
 class Cancel(Message, frozen=True, kw_only=True):
-    """Scheduler: no request waits for this promotion."""
+    """Scheduler: no request waits for this promotion, or a prefetch has ended."""
 
     promotion: int
 
@@ -302,6 +311,7 @@ FromEngine = (
     | Deliver
     | Abort
     | Promote
+    | Prefetch
     | Cancel
     | Load
     | LoadReleased

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import time
@@ -14,7 +15,7 @@ import pytest
 import yaml
 from tests.support import pod_objects, pods
 from tests.unit.commands.test_top import report
-from tests.unit.commands.test_why import Answers, installed
+from tests.unit.commands.test_why import Answers, installed, policy_document
 
 from kvtier import __version__
 from kvtier.cli.cluster.access import ClusterReader
@@ -329,3 +330,23 @@ def test_options_that_do_not_go_together(capsys: pytest.CaptureFixture[str]) -> 
     assert main(["doctor", "pod-1", "--path", "/tmp"]) == 2
     assert "must not be combined" in capsys.readouterr().err
     assert main(["doctor", "--size", "lots"]) == 2
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["why", "../secrets/x"],
+        ["why", ""],
+        ["doctor", "a/b"],
+        ["why", "a", "-n", "x/../y"],
+        ["plan", "-", "--operator-namespace", "A B"],
+        ["top", "-n", "-"],
+    ],
+)
+def test_names_cannot_lead_to_other_paths(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = yaml.safe_dump(policy_document()).encode()
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(policy)))
+    assert main(arguments) == 2
+    assert "must be a name" in capsys.readouterr().err

@@ -299,3 +299,14 @@ def test_what_was_injected_is_taken_out_before_the_webhook_is_asked() -> None:
     assert "uid" not in again["metadata"]
     assert again["metadata"]["annotations"] == {}
     assert pod["metadata"]["annotations"], "the pod itself stays as it is"
+
+
+def test_a_name_of_the_pods_own_that_kvtier_uses_is_a_reason() -> None:
+    """Such a volume was not injected, so it is there when the pod is created again."""
+    pod = pods.running(pods.bare_pod())
+    pod["spec"]["containers"] = [pod_objects.engine()]
+    pod["spec"]["volumes"] = [{"name": "kvtier-run", "emptyDir": {}}]
+    found = why(installed((PODS, pod))).now
+    assert found is not None
+    assert found.result == "Skipped"
+    assert "kvtier-run" in found.message

@@ -15,10 +15,12 @@ import os
 import re
 import shlex
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import yaml
 from typer.main import get_command
 
 from kvtier.cli.app import app
@@ -127,6 +129,24 @@ def test_options_of_kvtier_exist(block: Block) -> None:
         assert command is not None, arguments
         # Raises for an option or a value that does not exist.
         command.make_context(arguments[1], arguments[2:])
+
+
+def _set_paths(arguments: list[str]) -> Iterator[str]:
+    """The values that a helm command sets."""
+    for option, value in pairwise(arguments):
+        if option in ("--set", "--set-json", "--set-string"):
+            yield value.partition("=")[0]
+
+
+@pytest.mark.parametrize("block", COMMANDS, ids=lambda block: block.name)
+def test_values_that_helm_sets_exist(block: Block) -> None:
+    values = yaml.safe_load((REPOSITORY / "charts/kvtier/values.yaml").read_text())
+    for arguments, _ in commands(block):
+        for path in _set_paths(arguments) if arguments[0] == "helm" else ():
+            place: Any = values
+            for part in path.split("."):
+                assert part in place, path
+                place = place[part]
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from kvtier import __version__
 from kvtier.tiers.lmcache.wire import LMCACHE_VERSION
 
 pytestmark = pytest.mark.slow
@@ -190,6 +191,8 @@ def test_commands_run_as_any_user_without_anything_of_this_machine(
     assert run("payload", "/usr/local/bin/kvtier-sidecar", "--version") == run(
         "operator", "/usr/local/bin/kvtier-operator", "version"
     )
+    for image in ("payload", "operator"):
+        assert run(image, "/usr/local/bin/kvtier", "--version") == f"kvtier {__version__}"
     (tmp_path / "payload/opt/kvtier/payload").chmod(0o777)  # as a fresh volume is
     assert (
         run("payload", "/usr/local/bin/kvtier-payload", "/opt/kvtier/payload")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from tools import diagrams
+from tools import cli_reference, diagrams
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 SITE = REPOSITORY / "mkdocs.yml"
@@ -87,6 +87,15 @@ def test_the_diagrams_are_what_the_code_draws() -> None:
     for name, content in diagrams.files().items():
         path = REPOSITORY / "docs/images" / name
         assert path.read_text(encoding="utf-8") == content, "run: make generate"
+
+
+def test_the_reference_of_the_command_is_what_the_command_has() -> None:
+    assert cli_reference.PAGE.read_text(encoding="utf-8") == cli_reference.page(), (
+        "run: make generate"
+    )
+    for name in ("top", "why", "plan", "doctor", "validate"):
+        assert f"\n## {name}\n" in cli_reference.page()
+    assert r"`--output text\|json`, `-o text\|json`" in cli_reference.page()
 
 
 def test_pictures_are_small_and_each_is_shown() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -23,9 +24,12 @@ from kvtier.engines.vllm.word_sums_kernel import sum_chunks
 
 sums = WordSums(torch.device("cpu"))
 parts = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in (1, 4096, CHUNK_BYTES + 8)]
-expected = sums(parts)
+expected = sums(sums.table(parts))
 sums._kernel = sum_chunks
-print("equal" if torch.equal(sums(parts), expected) else "different")
+table = sums.table(parts)
+print("equal" if torch.equal(sums(table), expected) else "different")
+parts[0][0] ^= 1
+print("noticed" if (sums(table) != expected).sum() == 2 else "missed")
 """
 
 
@@ -232,18 +236,18 @@ def test_sums_on_a_device_equal_a_plain_computation(count: int) -> None:
                 for row in chunk:
                     value = value * np.int64(multiplier) + row
                 expected.append(int((value * lanes[column]).sum()))
-    assert sums([torch.from_numpy(data)]).flatten().tolist() == expected
+    assert sums(sums.table([torch.from_numpy(data)])).flatten().tolist() == expected
 
 
 def test_every_changed_bit_changes_both_sums_on_a_device() -> None:
     sums = word_sums.WordSums(torch.device("cpu"))
     data = torch.randint(0, 256, (1000,), dtype=torch.uint8)
-    before = sums([data])
+    before = sums(sums.table([data]))
     for position in range(0, 1000, 37):
         for bit in range(8):
             other = data.clone()
             other[position] ^= 1 << bit
-            assert (sums([other]) != before).sum() == 2
+            assert (sums(sums.table([other])) != before).sum() == 2
 
 
 def _digests_of_a_device(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
@@ -277,6 +281,35 @@ def test_digests_of_tensors_on_a_device_depend_on_every_tensor_and_nothing_else(
         assert [each for each in found if found[each] != others[each]] == [name]
 
 
+def test_digests_are_computed_again_from_the_tensors_as_they_are_then() -> None:
+    tensor = torch.zeros(1000)
+    digests = tensor_digests.TensorDigests(hash_on_host=False)
+    digests.add("weight", tensor)
+    digests.start()
+    before = digests.finish()
+    assert digests.unmoved
+    digests.start()
+    assert digests.finish() == before
+    tensor[3] = 1
+    digests.start()
+    assert digests.finish() == _digests_of_a_device({"weight": tensor}) != before
+    tensor.set_(torch.zeros(1000))  # type: ignore[call-overload]
+    assert not digests.unmoved
+
+
+def test_weights_that_were_replaced_are_read_and_the_old_ones_are_freed() -> None:
+    model = _Model()
+    first = _take(model)
+    old = weakref.ref(model.second.weight)
+    model.second.weight.data[0, 0] += 1
+    second = _take(model)
+    assert second.text != first.text
+    model.second.weight = torch.nn.Parameter(torch.zeros(8, 6).bfloat16(), requires_grad=False)
+    assert old() is None, "nothing holds what the model does not hold"
+    third = _take(model)
+    assert third.text not in (first.text, second.text)
+
+
 def test_the_kernel_computes_the_same_sums() -> None:
     done = subprocess.run(
         [sys.executable, "-c", KERNEL_PROGRAM],
@@ -286,13 +319,14 @@ def test_the_kernel_computes_the_same_sums() -> None:
         timeout=120,
         check=False,
     )
-    assert done.stdout.strip() == "equal", done.stderr[-2000:]
+    assert done.stdout.split() == ["equal", "noticed"], done.stderr[-2000:]
 
 
 def test_sums_of_several_tensors_are_those_of_each() -> None:
     sums = word_sums.WordSums(torch.device("cpu"))
     parts = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in (5, CHUNK_BYTES + 1, 8)]
-    assert torch.equal(sums(parts), torch.cat([sums([each]) for each in parts]))
+    together = sums(sums.table(parts))
+    assert torch.equal(together, torch.cat([sums(sums.table([each])) for each in parts]))
 
 
 def test_installing_twice_wraps_once(monkeypatch: pytest.MonkeyPatch) -> None:

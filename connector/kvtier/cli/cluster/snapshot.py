@@ -199,15 +199,15 @@ def recreated(pod: Object) -> dict[str, Any]:
     injected, without what was injected.
     """
     metadata = {key: value for key, value in pod["metadata"].items() if key not in OF_A_LIFE}
-    annotations = metadata.get("annotations") or {}
+    annotations = dict(metadata.get("annotations") or {})
+    spec = {key: value for key, value in (pod.get("spec") or {}).items() if key != "nodeName"}
     if STRUCTURAL_ANNOTATION in annotations:
         annotations = {key: value for key, value in annotations.items() if key not in INJECTED}
-    metadata["annotations"] = dict(annotations)
-    spec = {key: value for key, value in (pod.get("spec") or {}).items() if key != "nodeName"}
-    for part in ("initContainers", "volumes"):
-        if part in spec:
-            spec[part] = [each for each in spec[part] if not _is_injected(each)]
-    spec["containers"] = [_without_mounts(each) for each in spec.get("containers") or ()]
+        for part in ("initContainers", "volumes"):
+            if part in spec:
+                spec[part] = [each for each in spec[part] if not _is_injected(each)]
+        spec["containers"] = [_without_mounts(each) for each in spec.get("containers") or ()]
+    metadata["annotations"] = annotations
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
 

@@ -174,12 +174,16 @@ def table(view: TopView) -> Table:
     minutes that were loaded from the tier.
     """
     found = Table(box=None, pad_edge=False)
-    for title in ("ENGINE", "POLICY", "NODE", "STATE", "TIER", "HEALTH"):
-        found.add_column(title)
+    # Engines outside Kubernetes have neither policy nor node.
+    in_cluster = any(row.policy for row in view.rows)
+    heads = ("ENGINE", "POLICY", "NODE", "STATE") if in_cluster else ("ENGINE", "STATE")
+    for title in (*heads, "TIER", "HEALTH"):
+        found.add_column(title, overflow="fold")
     for title in ("USED", "CAPACITY", "FULL", "HITS"):
         found.add_column(title, justify="right")
     for row in view.rows:
-        head = [Text(each or "-") for each in (row.name, row.policy, row.node)]
+        named = (row.name, row.policy, row.node) if in_cluster else (row.name,)
+        head = [Text(each or "-") for each in named]
         head.append(Text(row.state, style=STYLES.get(row.state, "yellow")))
         tiers = row.report.tiers if row.report is not None else ()
         if not tiers:
@@ -199,7 +203,7 @@ def table(view: TopView) -> Table:
                 Text(full),
                 Text(_hits(tier.hit_tokens, row.report)),
             )
-            head = [Text("")] * 4
+            head = [Text("")] * len(heads)
     return found
 
 

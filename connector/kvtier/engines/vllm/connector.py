@@ -322,6 +322,12 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._scheduler.bind_gpu_block_pool(gpu_block_pool)
 
+    def on_new_request(self, request: Request) -> None:
+        # vLLM 0.24 does not call this, and nothing is prefetched.
+        scheduler = self._scheduler
+        if scheduler is not None and not self._off_reason:
+            self._guarded("on_new_request", None, scheduler.on_new_request, request)
+
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:

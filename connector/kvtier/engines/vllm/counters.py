@@ -90,7 +90,7 @@ COUNTERS = (
             "begin_step", "build_connector_meta", "build_connector_worker_meta",
             "get_block_ids_with_load_errors", "get_external_cache_hit_sources", "get_finished",
             "get_kv_connector_stats", "get_num_new_matched_tokens", "get_transfer_results",
-            "has_pending_push_work",
+            "has_pending_push_work", "on_new_request",
             "rearm", "register_kv_caches", "request_finished", "reset_cache", "restore_kv_caches",
             "shutdown", "start_load_kv",
             "unregister_kv_caches", "update_connector_output", "update_state_after_alloc",

@@ -29,6 +29,7 @@ from kvtier.engines.common.tierd_session import TierdSession
 from kvtier.engines.vllm.cost_estimates import PrefillEstimator, StepTokens
 from kvtier.engines.vllm.metadata import StepMetadata, WorkerReport
 from kvtier.engines.vllm.metrics import KVTierStats
+from kvtier.engines.vllm.queued_prefixes import QueuedPrefixes
 from kvtier.engines.vllm.scheduler_loads import LoadCounts, SchedulerLoads
 from kvtier.engines.vllm.weights_state import WeightsState
 from kvtier.planner import Planner
@@ -71,6 +72,7 @@ class KVTierConnectorScheduler:
         self.prefill = PrefillEstimator(clock)
         self.loads = SchedulerLoads(planner, session, self.prefill, clock)
         self.stores = SchedulerStores(planner, session, clock)
+        self.queue = QueuedPrefixes(planner, session, self.loads.new_id)
         self._planner = planner
         self.weights = WeightsState(planner.ranks, clock)
         self._adapters = adapters or AdapterDigests()
@@ -117,8 +119,13 @@ class KVTierConnectorScheduler:
             else:
                 self.loads.on_session_lost()
                 self.stores.on_session_lost()
+                self.queue.clear()
 
     # Lookup and loads.
+
+    def on_new_request(self, request: Request) -> None:
+        """The request waits in the engine's queue from now on."""
+        self.queue.add(self._state(request))
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -126,6 +133,7 @@ class KVTierConnectorScheduler:
         """vLLM calls this in every step until the request is admitted, and after a preemption."""
         self._begin_hook()
         state = self._state(request)
+        self.queue.remove(state)
         if state.scheduled:
             state.drop_blocks()
         state.computed_tokens = num_computed_tokens
@@ -180,6 +188,7 @@ class KVTierConnectorScheduler:
         """Plans stores of executed chunks and returns the workers' jobs for this step."""
         self._begin_hook()
         self._step += 1
+        self.queue.prefetch(self._adapters)
         self.stores.begin_step()
         for request_id in output.preempted_req_ids or ():
             state = self._states.get(request_id)
@@ -326,6 +335,7 @@ class KVTierConnectorScheduler:
         state = self._states.pop(str(request.request_id), None)
         if state is None:
             return
+        self.queue.remove(state)
         loading = state.load_id != 0
         self.loads.on_request_finished(state)
         if loading or not store or not state.is_cacheable(self._adapters):
@@ -353,6 +363,7 @@ class KVTierConnectorScheduler:
         known take no further part: what is known about them may be wrong."""
         self.stores.reset()
         self.loads.reset()
+        self.queue.clear()
         self._steps.clear()
         self.prefill.clear()
         for state in self._states.values():
@@ -404,6 +415,7 @@ class KVTierConnectorScheduler:
     def _forget_matches(self) -> None:
         """Forgets what lookups have found, promotions included."""
         self.loads.reset()
+        self.queue.clear()
         for state in self._states.values():
             state.cached_match = None
 

@@ -136,6 +136,10 @@ class SchedulerLoads:
         self._jobs: list[LoadJob] = []
         self._cancelled_loads: list[int] = []
 
+    def new_id(self) -> int:
+        """Returns an unused id, for a promotion or a prefetch."""
+        return next(self._ids)
+
     # Lookup.
 
     def match(self, state: RequestState, computed_tokens: int) -> int | None:

@@ -6,14 +6,21 @@ the device, all in one launch, and BLAKE3 hashes the sums.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from blake3 import blake3
 
-from kvtier.engines.vllm.word_sums import CHUNK_BYTES, WordSums, dense_bytes, is_dense
+from kvtier.engines.vllm.word_sums import (
+    CHUNK_BYTES,
+    ChunkTable,
+    WordSums,
+    dense_bytes,
+    is_dense,
+)
 
 DIGEST_DIGITS = 32
 _sums: dict[torch.device, WordSums] = {}
@@ -27,16 +34,45 @@ class _Part:
 
     name: str
     header: bytes
-    data: torch.Tensor
+    data: torch.Tensor | None
+    device: torch.device
     nbytes: int
     first: int
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The tensor; only between ``start`` and ``finish``."""
+        if self.data is None:
+            raise RuntimeError(f"{self.name}: no digest was started")
+        return self.data
+
+
+@dataclass(frozen=True, slots=True)
+class _Added:
+    ref: weakref.ref[torch.Tensor]
+    address: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @property
+    def unmoved(self) -> bool:
+        """Whether the tensor exists and lies where it did."""
+        tensor = self.ref()
+        return (
+            tensor is not None
+            and tensor.data_ptr() == self.address
+            and tensor.shape == self.shape
+            and tensor.stride() == self.stride
+        )
 
 
 class TensorDigests:
     """Digests by name, computed together. One thread.
 
     ``add`` tensors, ``start``, and ``finish``. Between ``start`` and ``finish`` the device may
-    still read the tensors, on a stream of its own.
+    still read the tensors, on a stream of its own. After ``finish`` they are referenced weakly: a
+    model's old weights must be freed when it gets others. While they lie where they did
+    (``unmoved``), ``start`` computes their digests again, at the cost of one launch.
     """
 
     def __init__(self, hash_on_host: bool = True) -> None:
@@ -48,31 +84,57 @@ class TensorDigests:
         self._results: dict[torch.device, torch.Tensor] = {}
         self._events: list[Any] = []
         self._scratch: list[torch.Tensor] = []
+        self._launches: dict[torch.device, ChunkTable] = {}
+        self._added: list[_Added] = []
+        self._referenced: list[torch.Tensor] = []
+        self._copied = False
+        """Whether a tensor has gaps: its copy does not change with it."""
+        self._last: tuple[dict[torch.device, bytes], dict[str, str]] | None = None
+        """The sums of all devices and the digests that followed from them."""
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Adds a tensor. One without elements or without data has no digest."""
         if tensor.device.type == "meta" or not tensor.numel():
             return
+        self._added.append(
+            _Added(weakref.ref(tensor), tensor.data_ptr(), tensor.shape, tensor.stride())
+        )
         for leaf_name, leaf in _leaves("", tensor):
             header = f"{leaf_name}\0{leaf.dtype}\0{tuple(leaf.shape)}\0{leaf.stride()}\0"
             # Without gaps: a copy then.
-            data = leaf if is_dense(leaf) else leaf.detach().contiguous()
+            dense = is_dense(leaf)
+            self._copied |= not dense or leaf is not tensor
+            data = leaf if dense else leaf.detach().contiguous()
             device, nbytes = data.device, data.nbytes
             first = self._chunks.get(device, 0)
-            self._parts.append(_Part(name, header.encode(), data, nbytes, first))
+            self._parts.append(_Part(name, header.encode(), data, device, nbytes, first))
             self._chunks[device] = first + -(-nbytes // CHUNK_BYTES)
             self.hashed_bytes += nbytes
 
+    @property
+    def unmoved(self) -> bool:
+        """Whether every tensor still lies where it did when it was added, so that ``start`` may be
+        called again."""
+        return not self._copied and all(each.unmoved for each in self._added)
+
     def start(self) -> None:
         """Launches what a device computes, behind what this thread has launched before."""
+        self._events, self._scratch = [], []
+        if not self._copied:
+            # Held until ``finish``; one that is gone is an error of the caller.
+            self._referenced = [
+                tensor for each in self._added if (tensor := each.ref()) is not None
+            ]
+            for part, tensor in zip(self._parts, self._referenced, strict=True):
+                part.data = tensor
         for device in self._chunks:
             if device.type == "cpu" and self._hash_on_host:
                 continue
-            parts = [part.data for part in self._parts if part.data.device == device]
+            parts = [part.tensor for part in self._parts if part.device == device]
             if device.type == "cuda":
                 self._start_on_cuda(device, parts)
             else:
-                self._results[device] = _sums_of(device)(parts).cpu()
+                self._results[device] = _sums_of(device)(self._table(device, parts)).cpu()
 
     def _start_on_cuda(self, device: torch.device, parts: list[torch.Tensor]) -> None:
         if device not in _streams:
@@ -80,7 +142,7 @@ class TensorDigests:
         stream = _streams[device]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            sums = _sums_of(device)(parts)
+            sums = _sums_of(device)(self._table(device, parts))
             host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
             host.copy_(sums, non_blocking=True)
             event = torch.cuda.Event()
@@ -88,6 +150,12 @@ class TensorDigests:
         self._events.append(event)
         self._scratch.append(sums)
         self._results[device] = host
+
+    def _table(self, device: torch.device, parts: list[torch.Tensor]) -> ChunkTable:
+        table = self._launches.get(device)
+        if table is None:
+            table = self._launches[device] = _sums_of(device).table(parts)
+        return replace(table, tensors=tuple(parts))
 
     @property
     def done(self) -> bool:
@@ -98,18 +166,29 @@ class TensorDigests:
         """Returns the digests by name. Raises ``RuntimeError`` if a device failed."""
         for event in self._events:
             event.synchronize()
+        found = {device: each.numpy().tobytes() for device, each in self._results.items()}
+        all_on_devices = all(part.device in self._results for part in self._parts)
+        if not (all_on_devices and self._last is not None and self._last[0] == found):
+            self._last = (found, self._digests())
+        for part in self._parts:
+            part.data = None
+        self._scratch, self._referenced = [], []
+        for device, table in self._launches.items():
+            self._launches[device] = replace(table, tensors=())
+        return self._last[1]
+
+    def _digests(self) -> dict[str, str]:
         digests: dict[str, blake3] = {}
         sums = {device: each.numpy() for device, each in self._results.items()}
         for part in self._parts:
             digest = digests.setdefault(part.name, blake3())
             digest.update(part.header)
-            result = sums.get(part.data.device)
-            if result is None:
-                digest.update(dense_bytes(part.data.detach()).numpy())
+            sum_rows = sums.get(part.device)
+            if sum_rows is None:
+                digest.update(dense_bytes(part.tensor.detach()).numpy())
             else:
                 chunks = -(-part.nbytes // CHUNK_BYTES)
-                digest.update(result[part.first : part.first + chunks].tobytes())
-        self._parts, self._scratch = [], []
+                digest.update(sum_rows[part.first : part.first + chunks].tobytes())
         return {name: digest.hexdigest()[:DIGEST_DIGITS] for name, digest in digests.items()}
 
 

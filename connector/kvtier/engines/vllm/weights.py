@@ -62,6 +62,10 @@ class _LoadedModels:
         )
         """Digests of the parameters of each module before they were processed."""
         self.capture_seconds = 0.0
+        self.changes = 0
+        """Rises with every model and every layer that is noted."""
+        self.digests: weakref.WeakKeyDictionary[Any, _ModelDigests] = weakref.WeakKeyDictionary()
+        """By worker, of the last fingerprint."""
 
 
 _models = _LoadedModels()
@@ -110,6 +114,7 @@ def _note_worker(worker: Any) -> None:
 
 def _note_model(model: torch.nn.Module) -> None:
     """Notes the parameters of a new model, and wraps what processes them after loading."""
+    _models.changes += 1
     for module in model.modules():
         names = (name for name, each in _own_parameters(module) if each.numel())
         _models.created[module] = frozenset(names)
@@ -137,6 +142,7 @@ def _capture(layer: object) -> None:
     if not isinstance(layer, torch.nn.Module):
         return
     started = time.perf_counter()
+    _models.changes += 1
     try:
         digests = TensorDigests()
         for name, each in _own_parameters(layer):
@@ -213,8 +219,11 @@ def begin(vllm_config: VllmConfig) -> PendingFingerprint:
         if worker is None:
             reason = "the worker that holds the weights was not found"
             return PendingFingerprint(WeightsFingerprint("", reason))
-        models = _ModelDigests()
-        models.add(worker)
+        models = _models.digests.get(worker)
+        if models is None or not models.holds(worker):
+            models = _ModelDigests()
+            models.add(worker)
+            _models.digests[worker] = models
         models.digests.start()
     except Exception as error:  # noqa: BLE001 - it is logged, and the weights are unknown
         return PendingFingerprint(_unreadable(error))
@@ -297,9 +306,16 @@ class _ModelDigests:
         self.consumed: dict[str, str] = {}
         self.missing: list[str] = []
         self._seen: set[int] = set()
+        self._structure: tuple[int, ...] = ()
+
+    def holds(self, worker: Any) -> bool:
+        """Whether ``add`` would add the same again: the models of ``worker`` have the same modules
+        and tensors as then, in the same places."""
+        return self.digests.unmoved and self._structure == _structure(worker)
 
     def add(self, worker: Any) -> None:
         """Adds the models of ``worker``."""
+        self._structure = _structure(worker)
         for prefix, model in (("", worker.get_model()), ("draft.", _draft_of(worker))):
             if model is None:
                 continue
@@ -326,6 +342,18 @@ class _ModelDigests:
         for name, digest in consumed.items():
             if name not in present:
                 self.consumed[f"{where}{name} (consumed)"] = digest
+
+
+def _structure(worker: Any) -> tuple[int, ...]:
+    """Returns the identities of the modules of a worker's models and of their tensors."""
+    found = [_models.changes]
+    modules = [each for each in (worker.get_model(), _draft_of(worker)) if each is not None]
+    for module in modules:  # grows
+        found.append(id(module))
+        found.extend(map(id, module._parameters.values()))
+        found.extend(map(id, module._buffers.values()))
+        modules.extend(each for each in module._modules.values() if each is not None)
+    return tuple(found)
 
 
 def _own_parameters(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

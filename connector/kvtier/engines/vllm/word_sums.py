@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,17 @@ TORCH_CHUNKS = 4
 _GOLDEN, _MIX1, _MIX2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
 
 
+@dataclass(frozen=True, slots=True)
+class ChunkTable:
+    """What is launched for ``tensors``. ``rows``: int64 [2, chunks], the address of each chunk's
+    first word and its number of words; None without the kernel. ``padded``: tensors that are not
+    whole words, each with the memory that it is copied to."""
+
+    tensors: tuple[torch.Tensor, ...]
+    rows: torch.Tensor | None
+    padded: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+
+
 class WordSums:
     """Computes the sums of tensors on one device. One thread at a time."""
 
@@ -40,27 +52,37 @@ class WordSums:
         """Of a whole chunk, int64 [2, CHUNK_WORDS], for torch's own operations."""
         self._kernel = _kernel() if device.type == "cuda" else None
 
-    def __call__(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Returns int64 [chunks, 2] on the device, the chunks of ``tensors`` one after another.
+    def __call__(self, table: ChunkTable) -> torch.Tensor:
+        """Returns int64 [chunks, 2] on the device, the chunks of the table's tensors one after
+        another. The tensors must stay alive until they are computed. Does not synchronize."""
+        if self._kernel is None or table.rows is None:
+            sums = [self._with_torch(_words(each)) for each in table.tensors]
+            return torch.cat(sums) if sums else torch.empty(0, 2, dtype=torch.int64)
+        for words, tensor in table.padded:
+            words[: tensor.nbytes] = dense_bytes(tensor.detach())
+        total = table.rows.shape[1]
+        result = torch.empty(total, 2, dtype=torch.int64, device=self.device)
+        if total:
+            self._kernel(table.rows, self._lanes, result, MULTIPLIERS, STEPS)
+        return result
+
+    def table(self, tensors: Sequence[torch.Tensor]) -> ChunkTable:
+        """Returns what is launched for ``tensors``, as long as they stay where they are.
 
         ``tensors``: of any type, dense (``is_dense``), on the device. Their bytes count in the
-        order in which they lie in memory. They must stay alive until the sums are computed. Does
-        not synchronize.
+        order in which they lie in memory.
         """
         if self._kernel is None:
-            sums = [self._with_torch(_words(each)) for each in tensors]
-            return torch.cat(sums) if sums else torch.empty(0, 2, dtype=torch.int64)
-        return self._with_kernel(tensors, self._kernel)
-
-    def _with_kernel(self, tensors: Sequence[torch.Tensor], kernel: Any) -> torch.Tensor:
+            return ChunkTable(tuple(tensors), None, ())
         # No operation of torch for each tensor: there are hundreds, and requests wait.
         sizes = np.fromiter((each.nbytes for each in tensors), np.int64, len(tensors))
         addresses = np.fromiter((each.data_ptr() for each in tensors), np.int64, len(tensors))
         padded = []
         for index in np.flatnonzero((sizes | addresses) & 3).tolist():
-            words = _words(tensors[index])
-            padded.append(words)
-            sizes[index], addresses[index] = words.nbytes, words.data_ptr()
+            size = -(-tensors[index].nbytes // 4) * 4
+            words = torch.zeros(size, dtype=torch.uint8, device=self.device)
+            padded.append((words, tensors[index]))
+            sizes[index], addresses[index] = size, words.data_ptr()
         counts = sizes >> 2
         chunks = -(-counts // CHUNK_WORDS)
         total = int(chunks.sum())
@@ -69,13 +91,7 @@ class WordSums:
         table = np.empty((2, total), np.int64)
         table[0] = np.repeat(addresses, chunks) + number * CHUNK_BYTES
         table[1] = np.minimum(np.repeat(counts, chunks) - number * CHUNK_WORDS, CHUNK_WORDS)
-        sums = torch.empty(total, 2, dtype=torch.int64, device=self.device)
-        if total:
-            rows = torch.from_numpy(table).to(self.device)
-            kernel(rows, self._lanes, sums, MULTIPLIERS, STEPS)
-        # What was padded may be freed now: its memory is used again behind the kernel only, in the
-        # order of this stream.
-        return sums
+        return ChunkTable(tuple(tensors), torch.from_numpy(table).to(self.device), tuple(padded))
 
     def _with_torch(self, words: torch.Tensor) -> torch.Tensor:
         if self._coefficients is None:

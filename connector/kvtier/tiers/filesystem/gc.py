@@ -7,6 +7,7 @@ process may do at any time, and requests a count from the leader.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from kvtier.tiers.filesystem.election import (
 from kvtier.tiers.filesystem.index import Index
 from kvtier.tiers.filesystem.inspect import Survey, survey
 from kvtier.tiers.filesystem.io import GONE
-from kvtier.tiers.filesystem.layout import CONTROL, IDENTITY, Modes
+from kvtier.tiers.filesystem.layout import CONTROL, IDENTITY, SAVED_INDEX, Modes
 from kvtier.tiers.filesystem.maintenance import DirectoryMaintenance
 from kvtier.tiers.filesystem.quota import limit_bytes
 from kvtier.tiers.filesystem.verify import objects_of
@@ -226,10 +227,9 @@ def _remove(
 
 def _remove_empty_tree(namespace: Path) -> None:
     """Removes the description of a namespace and its empty directories."""
-    try:
-        os.unlink(namespace / IDENTITY)
-    except OSError:
-        pass
+    for name in (IDENTITY, SAVED_INDEX):
+        with contextlib.suppress(OSError):
+            os.unlink(namespace / name)
     for directory, _, _ in os.walk(namespace, topdown=False):
         try:
             os.rmdir(directory)

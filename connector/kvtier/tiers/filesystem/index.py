@@ -19,6 +19,10 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvtier.key_table import KeyTable
 from kvtier.prefix_order import NONE, PrefixOrder
@@ -41,6 +45,17 @@ most 170 bytes: 110 here with a key of 33 bytes, and 60 in the store's presence 
 MiB; predecessors that are not indexed, at most a quarter as many, take 20."""
 _REFILL_FRACTION = 16
 """A scan is worthwhile when this part of the index is free and some objects are not indexed."""
+
+
+class SavedObject(NamedTuple):
+    """An object of a saved index (saved_index.py). ``previous``: key of the one before it in its
+    prefix; empty if it is not known. ``often``: it was used again."""
+
+    namespace: str
+    key: bytes
+    size_bytes: int
+    previous: bytes
+    often: bool
 
 
 def _age_rank(used_at: float) -> float:
@@ -137,6 +152,60 @@ class Index:
                 ]
             yield from found
             start = end
+
+    # For saving and restoring.
+
+    @property
+    def longest_key_bytes(self) -> int:
+        """Length of the longest key."""
+        return self._table.longest_bytes - _NAMESPACE_BYTES
+
+    @property
+    def uses(self) -> int:
+        """Rises with every use and every new object."""
+        return self._order.now
+
+    def count_of(self, namespace: str) -> int:
+        """How many objects of a namespace are indexed."""
+        return self._counts.get(namespace, 0)
+
+    def namespaces(self) -> list[str]:
+        """The namespaces of the indexed objects."""
+        with self._lock:
+            return list(self._counts)
+
+    def nodes(self, namespace: str) -> Iterator[tuple[bytes, int]]:
+        """The keys of a namespace with their nodes, without a snapshot, as ``keys``."""
+        prefix = self._namespaces.get(namespace)
+        if prefix is None:
+            return
+        for part in self._table.parts():
+            for name, node in part:
+                if name.startswith(prefix) and self._order.is_present(node):
+                    yield name[_NAMESPACE_BYTES:], node
+
+    def ranks(self) -> NDArray[np.uint32]:
+        """By node: the rank of its last use, from 1; 0 for nodes without an object."""
+        with self._lock:
+            used_at, flags = self._order.recency()
+        present = np.flatnonzero(flags)
+        found = np.zeros(len(used_at), dtype=np.uint32)
+        order = np.argsort(used_at[present], kind="stable")
+        found[present[order]] = np.arange(1, len(present) + 1, dtype=np.uint32)
+        return found
+
+    def describe(self, node: int) -> tuple[int, int, bool]:
+        """Size in units of 4 KiB, predecessor, and whether it was used again."""
+        return self._units[node], self._order.predecessor(node), self._order.is_often(node)
+
+    def add_saved(self, saved: SavedObject) -> bool:
+        """A saved index names an object. True if it is new to the index and there was room."""
+        namespace, key, size_bytes, previous, often = saved
+        with self._lock:
+            if self._count >= self._max_objects or self._find(namespace, key):
+                return False
+            self._enter(namespace, key, size_bytes, previous, often=often)
+            return True
 
     @property
     def count(self) -> int:
@@ -305,12 +374,15 @@ class Index:
                 for node in nodes[start : start + _PART_OBJECTS]:
                     self._order.use(node)
 
-    def mark_seen(self, namespace: str, key: bytes) -> bool:
-        """The scan found the object. False if it is not indexed."""
+    def mark_seen(self, namespace: str, key: bytes, size_bytes: int = 0) -> bool:
+        """The scan found the object. False if it is not indexed. ``size_bytes``: 0 if the scan does
+        not tell."""
         with self._lock:
             node = self._find(namespace, key)
             if node:
                 self._seen_by[node] = self._scan
+                if size_bytes:
+                    self._resize(node, size_bytes)
             return bool(node)
 
     def not_seen(self) -> Iterator[tuple[str, bytes]]:
@@ -349,7 +421,7 @@ class Index:
                 self._buckets.append(0)
                 self._units.append(0)
                 self._seen_by.append(0)
-            self._table.set(name, node)
+            self._table.add(name, node)
             self._key_bytes[node], self._buckets[node] = self._table.place(name)
         return node
 
@@ -363,7 +435,14 @@ class Index:
         return self._node(name)
 
     def _enter(
-        self, namespace: str, key: bytes, size_bytes: int, previous: bytes, oldest: bool = False
+        self,
+        namespace: str,
+        key: bytes,
+        size_bytes: int,
+        previous: bytes,
+        *,
+        oldest: bool = False,
+        often: bool = False,
     ) -> int:
         if namespace not in self._namespaces:
             self._next_namespace += 1
@@ -372,7 +451,7 @@ class Index:
             self._names[prefix] = namespace
         node = self._node(self._namespaces[namespace] + key)
         parent = self._predecessor(namespace, previous)
-        self._order.enter(node, parent, oldest=oldest)
+        self._order.enter(node, parent, oldest=oldest, often=often)
         if parent and not self._order.predecessor(node):
             self._forget(parent)
         self._seen_by[node] = self._scan

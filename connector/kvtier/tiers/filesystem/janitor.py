@@ -41,6 +41,7 @@ from kvtier.tiers.filesystem.layout import (
     DIRECTORY_BYTES,
     IDENTITY,
     LEDGER,
+    SAVED_INDEX,
     grant_name,
     offer_name,
     term_path,
@@ -492,6 +493,8 @@ class Janitor:
             # A later scan removes the objects that are not indexed, by the age of this description.
             if not self._index.unindexed or not _has_directories(top):
                 os.unlink(top / IDENTITY)
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(top / SAVED_INDEX)
         with contextlib.suppress(OSError):
             os.rmdir(top)
         self._recount_requested = True

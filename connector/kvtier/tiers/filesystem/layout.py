@@ -1,6 +1,7 @@
 """The layout of a tier's directory.
 
 <root>/<namespace>/identity.json              why this namespace is separate, for people
+<root>/<namespace>/index                      what the namespace holds (saved_index.py)
 <root>/<namespace>/<2 hex>/<2 hex>/<key>.kv   one object (format.py)
 <root>/.kvtier/janitor-<term>/ledger          the leader's record; the highest term leads
 <root>/.kvtier/janitor-<term>/offer-<writer>.<number>   a grant that is not yet taken up
@@ -27,6 +28,7 @@ RECORD = "record"
 WRITERS = "writers"
 ANNOUNCEMENTS = "announcements"
 IDENTITY = "identity.json"
+SAVED_INDEX = "index"
 WORKING_PREFIX = "t-"
 DIRECTORY_BYTES = 4096
 """What a directory is charged: one block, as ext4 and xfs allocate it."""

@@ -107,6 +107,22 @@ class DirectoryMaintenance:
         with self._locked(None), self._mapped():
             return self._scans.scan_completely(renew)
 
+    def verify_in_background(self) -> bool:
+        """Whether the index may be filled from a saved one, which the loop then verifies. False if
+        the directory must be scanned first: what it holds is not known, or nothing scans it
+        later."""
+        if self.janitor is not None:
+            known = self.janitor.ledger.base_bytes is not None
+        else:
+            known = self._directory.shared
+        self._scans.verifying = known
+        return known
+
+    @property
+    def verifying(self) -> bool:
+        """Whether a saved index is being verified."""
+        return self._scans.verifying
+
     def start_loop(self) -> None:
         """Starts the background maintenance loop."""
         if self._thread is None or not self._thread.is_alive():
@@ -150,7 +166,8 @@ class DirectoryMaintenance:
 
     def pause_seconds(self) -> float:
         """How long the loop pauses before its next round."""
-        return BUSY_SECONDS if self._clock() < self._busy_until else HEARTBEAT_SECONDS
+        busy = self._scans.verifying or self._clock() < self._busy_until
+        return BUSY_SECONDS if busy else HEARTBEAT_SECONDS
 
     # Bytes.
 

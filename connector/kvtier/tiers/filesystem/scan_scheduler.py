@@ -28,6 +28,8 @@ whose changes are announced."""
 ENTRIES_PER_SECOND = 5_000
 """Pace of a scan in the background: a few per cent of one core on a local disk, and what an NFS
 server answers beside its other work."""
+VERIFY_ENTRIES_PER_SECOND = 20_000
+"""Pace of the scan that verifies a saved index: most of a core would delay tierd's loop."""
 _STEP_ENTRIES = 2_000
 TOUCH_SECONDS = 3600.0
 """A hit refreshes a file's time at most this often: enough for the order of eviction to survive a
@@ -58,6 +60,8 @@ class ScanScheduler:
         self._scan: DirectoryScan | None = None
         self._counter: Janitor | None = None
         """The janitor for which the current scan counts."""
+        self.verifying = False
+        """Whether the index was restored from a saved one, and no scan has ended since."""
         self._losses = 0
         self._scan_due_at = self._recount_due_at = float("-inf")
         self._paced_at = self._started_at = 0.0
@@ -92,7 +96,8 @@ class ScanScheduler:
             if due and (self._directory.shared or janitor is not None):
                 self._begin()
             return
-        budget = int((now - self._paced_at) * ENTRIES_PER_SECOND)
+        pace = VERIFY_ENTRIES_PER_SECOND if self.verifying else ENTRIES_PER_SECOND
+        budget = int((now - self._paced_at) * pace)
         if budget > 0:
             self._paced_at = now
             self._step(self._scan, min(budget, ENTRIES_PER_SECOND))
@@ -136,6 +141,7 @@ class ScanScheduler:
         self._scan_due_at = now + max(RECOUNT_SECONDS, 3 * took)
         self._index.set_extra(scan.result.other_bytes)
         self._scan = None
+        self.verifying = False
         janitor, unreadable = self._counter, scan.result.report.unreadable
         if not unreadable:
             self._index.end_scan()

@@ -54,6 +54,7 @@ from kvtier.tiers.filesystem.directory import TierDirectory
 from kvtier.tiers.filesystem.format import HEADER_BYTES
 from kvtier.tiers.filesystem.free_space import FreeSpace
 from kvtier.tiers.filesystem.index import MAX_INDEXED_OBJECTS, Index
+from kvtier.tiers.filesystem.index_saver import IndexSaver
 from kvtier.tiers.filesystem.io import GONE
 from kvtier.tiers.filesystem.layout import DIRECTORY_BYTES, IDENTITY, Modes, make_directory
 from kvtier.tiers.filesystem.maintenance import DirectoryMaintenance
@@ -128,6 +129,7 @@ class FileSystemTier(Tier):
         )
         self._announcements = self._directory.announcements
         self.maintenance = DirectoryMaintenance(self._directory)
+        self.saver = IndexSaver(self._directory, self._files.keys, self._replace_file)
         self.announcement_log = AnnouncementLog(self._directory, self._files.keys)
 
     # Life cycle.
@@ -148,7 +150,8 @@ class FileSystemTier(Tier):
         self._probe_direct()
         self.announcement_log.skip()
         self._index.begin_ordering()
-        self.report = self.maintenance.scan_completely().result.report
+        if not (self.maintenance.verify_in_background() and self.saver.restore()):
+            self.report = self.maintenance.scan_completely().result.report
         self._index.order_discovered()
         self._report_unindexed()
         self.maintenance.start_loop()
@@ -331,7 +334,7 @@ class FileSystemTier(Tier):
         self._index.reserve(size)
         try:
             if replaces:
-                self._replace(ref, size, write)
+                self._replace_file(self._path(ref), size, write)
             else:
                 self._publish(self._path(ref), size, write)
         except TierError:
@@ -345,15 +348,15 @@ class FileSystemTier(Tier):
         if self._unusable.discard(ref) or is_new:
             self._on_change(ref.namespace, ref.key, True)
 
-    def _replace(self, ref: ObjectRef, size_bytes: int, write: Callable[[str], None]) -> None:
-        """Publishes an object in place of one that no engine with this tier's keys can use."""
-        path, generation = self._path(ref), self.maintenance.generation()
-        before = 0
+    def _replace_file(self, path: str, size_bytes: int, write: Callable[[str], None]) -> None:
+        """Publishes a file in place of the one at ``path``, if there is one."""
+        generation, before = self.maintenance.generation(), 0
         with contextlib.suppress(FileNotFoundError):
             before = os.lstat(path).st_size
         self._publish(path, size_bytes, write)
         if before:
-            self.maintenance.record_removal(ref.namespace, path, before, generation)
+            namespace = Path(path).relative_to(self._root).parts[0]
+            self.maintenance.record_removal(namespace, path, before, generation)
 
     def _write_error(self, error: OSError) -> TierError:
         mapped = io.tier_error(error, str(self._root))
@@ -459,6 +462,8 @@ class FileSystemTier(Tier):
         if self.maintenance.stopping:
             return
         self.maintenance.enforce_limits()
+        if self.maintenance.janitor is not None and not self.maintenance.verifying:
+            self.saver.save_due()
         self._report_unindexed()
         self._volume = volume_bytes(self._root) or self._volume
         self._announce(self._unusable.take_expired())

@@ -323,7 +323,7 @@ class DirectoryScan:
         newest = self.result.newest
         for found in bucket.objects:
             newest[found.namespace] = max(newest.get(found.namespace, 0.0), found.used_at)
-            if not self._index.mark_seen(found.namespace, found.key):
+            if not self._index.mark_seen(found.namespace, found.key, found.size_bytes):
                 self._discovered.append(found)
             elif found.used_at > self._used_after:
                 # Its first use or a later one; the time of a file does not tell.
