@@ -17,6 +17,7 @@ from kvtier.cli import render as render_command
 from kvtier.cli import validate as validate_command
 from kvtier.cli.cluster_app import add_commands
 from kvtier.cli.console import error_console, print_json, print_text
+from kvtier.cli.volumes import each_directory, show_shares
 from kvtier.config.models import Daemon, Selection
 
 SUMMARY = "Tools for KVTier: check, render and explain policies, and maintain file tiers."
@@ -34,8 +35,11 @@ PolicyName = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="Name of the policy, if the file holds several."),
 ]
-TierDirectory = Annotated[
-    Path, typer.Argument(metavar="DIR", help="The directory of a fileSystem tier.")
+TierDirectories = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="DIR...", help="The directory of a fileSystem tier, or that of each volume."
+    ),
 ]
 
 
@@ -296,7 +300,7 @@ def payload(
 
 @app.command()
 def inspect(
-    directory: TierDirectory,
+    directories: TierDirectories,
     prefixes: Annotated[
         bool,
         typer.Option(
@@ -307,20 +311,20 @@ def inspect(
     as_json: Json = False,
 ) -> None:
     """Show the contents of a file tier: namespaces, sizes, ages, writers and the janitor."""
-    survey, now = directory_command.inspect(directory)
-    found = prefixes_command.inspect_prefixes(directory) if prefixes else None
-    if as_json:
-        more = {} if found is None else prefixes_command.prefixes_json(*found)
-        print_json({**directory_command.inspect_json(survey, now), **more})
-        return
-    directory_command.show_inspect(survey, now)
-    if found is not None:
-        prefixes_command.show_prefixes(*found)
+    found, failed = each_directory(
+        directories,
+        lambda directory: prefixes_command.inspect_all(directory, prefixes),
+        prefixes_command.inspected_json if as_json else None,
+        prefixes_command.show_inspected,
+    )
+    if not as_json:
+        show_shares([survey.total_bytes for survey, _, _ in found])
+    raise typer.Exit(1 if failed else 0)
 
 
 @app.command()
 def verify(
-    directory: TierDirectory,
+    directories: TierDirectories,
     keys: Annotated[
         Path | None,
         typer.Option(
@@ -337,19 +341,23 @@ def verify(
     Exit status: 0 if all objects are intact; 1 if one is corrupt, cannot be read, or is not proven
     by the keys. Without --keys, tags are not checked and encrypted objects are not verified.
     """
-    verified = directory_command.verify(directory, keys, delete=delete)
-    if as_json:
-        print_json(directory_command.verify_json(verified))
-    else:
-        directory_command.show_verify(verified)
-    raise typer.Exit(1 if verified.bad else 0)
+    verified, failed = each_directory(
+        directories,
+        lambda directory: directory_command.verify(directory, keys, delete=delete),
+        directory_command.verify_json if as_json else None,
+        directory_command.show_verify,
+    )
+    raise typer.Exit(1 if failed or any(each.bad for each in verified) else 0)
 
 
 @app.command()
 def gc(
-    directory: TierDirectory,
+    directories: TierDirectories,
     capacity: Annotated[
-        str, typer.Option(metavar="SIZE", help="Maximum size afterwards, such as 500Gi.")
+        str,
+        typer.Option(
+            metavar="SIZE", help="Maximum size of each directory afterwards, such as 500Gi."
+        ),
     ],
     retention: Annotated[
         float | None,
@@ -363,11 +371,13 @@ def gc(
     as_json: Json = False,
 ) -> None:
     """Enforce limits on a file tier once. Engines may be running."""
-    collected = directory_command.gc(directory, capacity, retention, dry_run=dry_run)
-    if as_json:
-        print_json(directory_command.gc_json(collected))
-    else:
-        directory_command.show_gc(collected)
+    _, failed = each_directory(
+        directories,
+        lambda directory: directory_command.gc(directory, capacity, retention, dry_run=dry_run),
+        directory_command.gc_json if as_json else None,
+        directory_command.show_gc,
+    )
+    raise typer.Exit(1 if failed else 0)
 
 
 @app.command()

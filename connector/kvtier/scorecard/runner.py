@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvtier.scorecard import remote_faults, sealed_faults, small_disks, writers
+from kvtier.scorecard import remote_faults, sealed_faults, small_disks, volume_faults, writers
 from kvtier.scorecard.catalog import FAULTS, Fault, FaultContext
 from kvtier.scorecard.mount import FaultyMount
 from kvtier.scorecard.testbed import BUDGET_SECONDS, FaultTestbed, Measurements
@@ -66,6 +66,7 @@ def names() -> list[str]:
         [fault.name for fault in FAULTS]
         + [fault.name for fault in sealed_faults.SEALED_FAULTS]
         + list(small_disks.NAMES)
+        + list(volume_faults.VOLUME_FAULTS)
         + remote_faults.names()
         + [f"writers-{n}" for n in writers.COUNTS]
     )
@@ -98,6 +99,9 @@ def run_faults(
             if name in small_disks.NAMES:
                 on_start(name)
                 yield small_disk(name, home, options)
+            elif name in volume_faults.VOLUME_FAULTS:
+                on_start(name)
+                yield one_disk(name, home, options)
             elif name.startswith("writers-"):
                 on_start(name)
                 yield many_writers(int(name.removeprefix("writers-")), home, options)
@@ -302,6 +306,30 @@ def small_disk(name: str, home: Path, options: ScorecardOptions) -> ScorecardRow
             small_disks.MEANS,
         )
     return judge(name, small_disks.MEANS, measurements, options.slack_seconds)
+
+
+def one_disk(name: str, home: Path, options: ScorecardOptions) -> ScorecardRow:
+    """One of two volumes of a tier fails, with a daemon of its own."""
+    measurements = Measurements()
+    try:
+        with volume_faults.testbed(home / name) as context:
+            bed = context.testbed
+            bed.fill()
+            volume_faults.VOLUME_FAULTS[name](context, options.seconds, measurements)
+            if not bed.daemon_is_serving():
+                measurements.crashes += 1
+                measurements.notes.append("the daemon exited")
+            measurements.recovery_seconds = bed.recover()
+            measurements.wrong = bed.engine.seen.wrong
+    except volume_faults.MountUnavailableError as error:
+        return ScorecardRow(name, SKIPPED, str(error), volume_faults.MEANS)
+    except (OSError, TimeoutError, LookupError) as error:
+        reason = f"the fault could not be injected: {type(error).__name__}: {error}"
+        return ScorecardRow(name, FAIL, reason, volume_faults.MEANS)
+    if (text := _traceback(bed.tierd.log, 0)) is not None:
+        measurements.crashes += 1
+        measurements.notes.append(text)
+    return judge(name, volume_faults.MEANS, measurements, options.slack_seconds)
 
 
 def many_writers(count: int, home: Path, options: ScorecardOptions) -> ScorecardRow:

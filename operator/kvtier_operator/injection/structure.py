@@ -81,7 +81,7 @@ def _mountable_tiers(
     not_ready: list[str] = []
     not_supported: list[str] = []
     for tier in policy.spec.tiers:
-        sources = tier.file_system.volume.sources if tier.file_system is not None else ()
+        sources = tier.file_system.sources if tier.file_system is not None else frozenset[str]()
         if user_namespace and "nfs" in sources:
             not_supported.append(tier.name)
         elif not context.storage_ready and NETWORK_SOURCES.intersection(sources):

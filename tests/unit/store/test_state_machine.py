@@ -81,6 +81,9 @@ KINDS = (
     Kind("c" * 32, ((64, 64),), (0, 1), False),
 )
 NAMES = ("e0", "e1", "e2")
+DISKS = ("d0", "d1", "d2")
+PLACES = 4
+"""Tiers and volumes that rules choose from; more than there are mean the last."""
 FAILURES = {
     "ok": None,
     "unavailable": TierUnavailableError,
@@ -144,8 +147,10 @@ class Driver:
     """Applies operations given as plain values to one store, so that a sequence can be repeated on
     a second one."""
 
-    def __init__(self, fenced: bool, eviction_policy: Literal["LRU", "ARC"]) -> None:
+    def __init__(self, fenced: bool, eviction_policy: Literal["LRU", "ARC"], volumes: int) -> None:
+        """``volumes``: of the tier "disk"; with one it is a single directory."""
         tiers = ("disk", "nfs")
+        disks = {"disk": DISKS[:volumes]} if volumes > 1 else {}
         values = live(threshold=3, **{name: LiveTier(capacity_bytes=1 << 30) for name in tiers})
         self.fixture = StoreFixture(
             SLOTS,
@@ -155,6 +160,7 @@ class Driver:
             read_threads=3,
             tier_type=CheckingTier,
             eviction_policy=eviction_policy,
+            volumes=disks,
         )
         check_order(self.fixture.store)
         self.log: list[tuple[float, StoreEvent]] = []
@@ -221,14 +227,18 @@ class Driver:
 
     def tier_mode(self, tier: int, mode: str) -> None:
         failure = FAILURES[mode]
-        self.fixture.tiers[tier].fail = None if failure is None else partial(failure, mode)
+        self.place(tier).fail = None if failure is None else partial(failure, mode)
+
+    def place(self, number: int) -> WatchedTier:
+        """A tier, or a volume of one."""
+        return self.fixture.tiers[min(number, len(self.fixture.tiers) - 1)]
 
     def tier_put(self, tier: int, namespace: str, key: bytes, shards: tuple[int, ...]) -> None:
-        self.fixture.tiers[tier].put(namespace, key, shards)
+        self.place(tier).put(namespace, key, shards)
 
     def tier_flip(self, tier: int, number: int) -> None:
         """One byte of one stored object flips."""
-        objects = self.fixture.tiers[tier].objects
+        objects = self.place(tier).objects
         if objects:
             ref = list(objects)[number % len(objects)]
             data, meta = objects[ref]
@@ -237,10 +247,10 @@ class Driver:
             objects[ref] = (data[:position] + flipped + data[position + 1 :], meta)
 
     def tier_drop(self, tier: int, number: int) -> None:
-        objects = list(self.fixture.tiers[tier].objects)
+        objects = list(self.place(tier).objects)
         if objects:
             ref = objects[number % len(objects)]
-            self.fixture.tiers[tier].drop(ref.namespace, ref.key)
+            self.place(tier).drop(ref.namespace, ref.key)
 
     def configure(
         self,
@@ -308,6 +318,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.numbers = 0
         self.fenced = self.began_fenced = False
         self.eviction_policy: Literal["LRU", "ARC"] = "LRU"
+        self.volumes = 1
 
     # Machinery.
 
@@ -412,6 +423,7 @@ class StoreMachine(RuleBasedStateMachine):
         kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=len(NAMES)),
         held=st.tuples(st.integers(0, CHUNKS), st.integers(0, CHUNKS)),
         eviction_policy=st.sampled_from(("LRU", "ARC")),
+        volumes=st.sampled_from((1, 2, 3)),
     )
     def begin(
         self,
@@ -419,11 +431,12 @@ class StoreMachine(RuleBasedStateMachine):
         kinds: list[Kind],
         held: tuple[int, int],
         eviction_policy: Literal["LRU", "ARC"],
+        volumes: int,
     ) -> None:
         """Opens some engines; the tiers hold a few prefixes."""
         self.fenced = self.began_fenced = fenced
-        self.eviction_policy = eviction_policy
-        self.driver = Driver(fenced, eviction_policy)
+        self.eviction_policy, self.volumes = eviction_policy, volumes
+        self.driver = Driver(fenced, eviction_policy, volumes)
         for tier, chunks in enumerate(held):
             for kind in KINDS[:2]:
                 for chunk in range(chunks):
@@ -729,12 +742,12 @@ class StoreMachine(RuleBasedStateMachine):
     def hang(self, number: int) -> None:
         self.do("hang", number)
 
-    @rule(tier=st.integers(0, 1), mode=st.sampled_from(("ok", "ok", "ok", *FAILURES)))
+    @rule(tier=st.integers(0, PLACES - 1), mode=st.sampled_from(("ok", "ok", "ok", *FAILURES)))
     def tier_mode(self, tier: int, mode: str) -> None:
         self.do("tier_mode", tier, mode)
 
     @rule(
-        tier=st.integers(0, 1),
+        tier=st.integers(0, PLACES - 1),
         kind=st.sampled_from(KINDS[:2]),
         chunk=st.integers(0, CHUNKS - 1),
         group=st.integers(0, 1),
@@ -749,11 +762,11 @@ class StoreMachine(RuleBasedStateMachine):
             kind.shards[group],
         )
 
-    @rule(tier=st.integers(0, 1), number=st.integers(0, 1000))
+    @rule(tier=st.integers(0, PLACES - 1), number=st.integers(0, 1000))
     def flip(self, tier: int, number: int) -> None:
         self.do("tier_flip", tier, number)
 
-    @rule(tier=st.integers(0, 1), number=st.integers(0, 1000))
+    @rule(tier=st.integers(0, PLACES - 1), number=st.integers(0, 1000))
     def tier_evicts(self, tier: int, number: int) -> None:
         self.do("tier_drop", tier, number)
 
@@ -885,7 +898,7 @@ class StoreMachine(RuleBasedStateMachine):
         if not hasattr(self, "driver"):
             return
         self.wind_down()
-        again = Driver(self.began_fenced, self.eviction_policy)
+        again = Driver(self.began_fenced, self.eviction_policy, self.volumes)
         for operation in self.operations:
             again.apply(operation)
         assert again.log == self.driver.log, "the same inputs gave different events"
@@ -899,7 +912,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def wind_down(self) -> None:
         """Ends every operation, then checks that nothing is pinned."""
-        for tier in (0, 1):
+        for tier in range(PLACES):
             self.do("tier_mode", tier, "ok")
         self.do("configure", (1, 1), StorePolicy.ALL, Selection.COST, (1 << 30, None))
         if self.fenced:
@@ -923,6 +936,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.do("run_lane", "")
             self.do("advance", 5.0)
         fixture = self.driver.fixture
+        self.check_files_hold_what_ram_holds()
         assert not self.deadlines, "a promotion never ended"
         assert fixture.store.pending_stores() == 0
         assert fixture.store.pinned_bytes == 0
@@ -950,6 +964,21 @@ class StoreMachine(RuleBasedStateMachine):
             accounts.free + accounts.committed + accounts.evicting + accounts.unusable
             == accounts.pool_bytes
         )
+
+    def check_files_hold_what_ram_holds(self) -> None:
+        """In an idle store whose tiers work, files hold what RAM holds: no backlog and no failed
+        volume keeps anything from them. (What was read from one tier is not written to another one
+        before its next use.)"""
+        store = self.driver.fixture.store
+        for entry in store._resident.entries():
+            if not entry.persistent or entry.meta is None:
+                continue
+            holders = [
+                group.holder(entry.namespace, entry.key, self.now)
+                for group in store._tiers.groups
+                if group.tier.contains(entry.ref)
+            ]
+            assert any(holders), "no usable tier or volume holds what RAM holds"
 
 
 def _offset(base: memoryview, part: memoryview) -> int:

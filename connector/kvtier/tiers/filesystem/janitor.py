@@ -123,9 +123,10 @@ class Janitor:
     @property
     def limit_bytes(self) -> int:
         """What may be charged."""
-        capacity, writers = self._capacity_bytes, len(self._writers)
-        logs = log_bytes(capacity, writers) if self._directory.announcements.enabled else 0
-        return limit_bytes(capacity, writers) - logs
+        writers, logs = len(self._writers), 0
+        if self._directory.announcements.enabled:
+            logs = log_bytes(self._directory.limits().capacity_bytes, writers)
+        return max(limit_bytes(self._capacity_bytes, writers) - logs, 0)
 
     def grant_bytes(self) -> int:
         """Size of a grant."""
