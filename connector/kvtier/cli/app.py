@@ -1,4 +1,7 @@
-"""The commands of ``kvtier`` and their options. Each calls a module that does the work."""
+"""The commands of ``kvtier`` and their options. Each calls a module that does the work.
+
+Modules that need packages of tierd are imported by their commands: the operator's image has none.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,11 @@ import typer
 
 from kvtier import __version__
 from kvtier import payload as payload_writer
-from kvtier.cli import directory as directory_command
 from kvtier.cli import explain as explain_command
-from kvtier.cli import explain_plan as explain_plan_command
-from kvtier.cli import prefixes as prefixes_command
 from kvtier.cli import render as render_command
 from kvtier.cli import validate as validate_command
 from kvtier.cli.cluster_app import add_commands
 from kvtier.cli.console import error_console, print_json, print_text
-from kvtier.cli.volumes import each_directory, show_shares
 from kvtier.config.models import Daemon, Selection
 
 SUMMARY = "Tools for KVTier: check, render and explain policies, and maintain file tiers."
@@ -266,6 +265,8 @@ def explain_plan(
     as_json: Json = False,
 ) -> None:
     """Explain which prefix an engine would load, from which tiers, and how long it would wait."""
+    from kvtier.cli import explain_plan as explain_plan_command
+
     given = explain_plan_command.PlanInput(
         prompt_tokens=prompt_tokens,
         held=tuple(held),
@@ -311,6 +312,9 @@ def inspect(
     as_json: Json = False,
 ) -> None:
     """Show the contents of a file tier: namespaces, sizes, ages, writers and the janitor."""
+    from kvtier.cli import prefixes as prefixes_command
+    from kvtier.cli.volumes import each_directory, show_shares
+
     found, failed = each_directory(
         directories,
         lambda directory: prefixes_command.inspect_all(directory, prefixes),
@@ -341,6 +345,9 @@ def verify(
     Exit status: 0 if all objects are intact; 1 if one is corrupt, cannot be read, or is not proven
     by the keys. Without --keys, tags are not checked and encrypted objects are not verified.
     """
+    from kvtier.cli import directory as directory_command
+    from kvtier.cli.volumes import each_directory
+
     verified, failed = each_directory(
         directories,
         lambda directory: directory_command.verify(directory, keys, delete=delete),
@@ -371,6 +378,9 @@ def gc(
     as_json: Json = False,
 ) -> None:
     """Enforce limits on a file tier once. Engines may be running."""
+    from kvtier.cli import directory as directory_command
+    from kvtier.cli.volumes import each_directory
+
     _, failed = each_directory(
         directories,
         lambda directory: directory_command.gc(directory, capacity, retention, dry_run=dry_run),
@@ -408,6 +418,13 @@ def faults(
     objects: Annotated[
         int, typer.Option(min=100, help="Objects stored by the concurrent writers.")
     ] = 10_000,
+    file_system: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KIND",
+            help="Run the faults of file tiers on this: ext4, xfs, tmpfs, nfs or all; repeatable.",
+        ),
+    ] = None,
     names: Annotated[bool, typer.Option("--list", help="List the faults and exit.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -420,7 +437,10 @@ def faults(
     if names:
         print_text("\n".join(faults_command.fault_names()))
         raise typer.Exit(0)
-    options = faults_command.scorecard_options(path, fault or (), seconds, hang_seconds, objects)
+    options = faults_command.on_file_systems(
+        faults_command.scorecard_options(path, fault or (), seconds, hang_seconds, objects),
+        file_system or (),
+    )
     rows = faults_command.run(options, with_engine=engine)
     peer_rows = faults_command.compare(options) if compare else []
     if as_json:

@@ -150,8 +150,9 @@ class PolicyIdentity(Document):
 
 
 class HttpEndpoint(Document):
-    """Where tierd serves /metrics, /status and /healthz. Port 0: any free port, recorded in
-    http.json of the run directory."""
+    """Where tierd serves /metrics, /status and /healthz. Port 0: in a pod with ``hostNetwork`` one
+    that is derived from its uid (``config/host_ports.py``), elsewhere any free port. http.json of
+    the run directory has the port."""
 
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65_535)] = 9_400

@@ -50,13 +50,14 @@ VolumeFault = Callable[[VolumesContext, float, Measurements], None]
 
 
 @contextmanager
-def testbed(home: Path) -> Iterator[VolumesContext]:
-    """Starts a daemon with two volumes below ``home``. Raises ``MountUnavailableError``."""
-    below = home / "below"
+def testbed(home: Path, place: Path | None) -> Iterator[VolumesContext]:
+    """Starts a daemon with two volumes below ``place``, or ``home``, where the rest is. Raises
+    ``MountUnavailableError``."""
+    below = (home if place is None else place / home.name) / "below"
     for name in (FAILING, WORKING):
         (below / name).mkdir(parents=True)
     mounted = home / FAILING
-    mounted.mkdir()
+    mounted.mkdir(parents=True)
     with ExitStack() as stack:
         try:
             mount = FaultyMount(below / FAILING, mounted, home / "faults.json", home / "mount.log")

@@ -375,7 +375,9 @@ class LoadPlanner:
     ) -> tuple[Decision, LoadDeadline]:
         """What to load, and the deadline for it. ``limit_seconds`` counts from the request's first
         lookup."""
-        if self._selection is Selection.COST and cost is not None:
+        if cost is not None and cost.whole and len(sources.tiers) < len(cost.ends):
+            decision, deadline = Decision(None, (), "nothing_usable"), LoadDeadline(limit_seconds)
+        elif self._selection is Selection.COST and cost is not None:
             decision, deadline = self._by_cost(sources, cost, limit_seconds)
         else:
             weights = [self._memory_weight] + [
@@ -383,6 +385,10 @@ class LoadPlanner:
             ]
             tiers = sources.tiers
             decision = choose_prefix(self._selection, tiers, weights, [1] * len(tiers))
+            if cost is not None and cost.whole:
+                # The scheduler side has chosen already.
+                whole = prefix_candidates(tiers, weights, [1] * len(tiers))[-1:]
+                decision = replace(decision, chosen=whole[0] if whole else None, runners_up=())
             deadline = LoadDeadline(limit_seconds)
         self._context.count("selections", "", decision.reason)
         if _log.isEnabledFor(logging.DEBUG):
@@ -395,6 +401,9 @@ class LoadPlanner:
     ) -> tuple[Decision, LoadDeadline]:
         now = self._context.clock()
         used = set(sources.tiers)
+        least = self._min_load_tokens
+        if cost.whole and cost.ends:
+            least = max(least, cost.ends[-1] - cost.start_tokens)
         memory = TierLoad(self._memory_weight, IMMEDIATE)
         query = CostQuery(
             [
@@ -413,7 +422,7 @@ class LoadPlanner:
             cost.prefill,
             limit_seconds,
             cost.waited_seconds,
-            self._min_load_tokens,
+            least,
         )
         decision = choose_by_cost(query)
         for tier in decision.too_slow:

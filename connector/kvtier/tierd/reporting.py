@@ -16,13 +16,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kvtier import __version__
+from kvtier.config.host_ports import HOST_POD_VARIABLE
 from kvtier.config.models import Daemon, Live, LiveTier, Structural
 from kvtier.files import replace_file, volume_bytes
 from kvtier.store.store import TierStore
 from kvtier.store.tier_group import StoreTierState, limits_of
 from kvtier.store.types import StoreCounters
 from kvtier.tierd.host_pool import PoolFile
-from kvtier.tierd.http import Authorizer, HttpResponse, HttpServer, Route, text_response
+from kvtier.tierd.http import Authorizer, HttpResponse, HttpServer, Route, bind, text_response
 from kvtier.tierd.live_config import LiveConfigWatcher
 from kvtier.tierd.run_directory import HTTP_NAME
 from kvtier.tierd.sessions import Sessions
@@ -143,16 +144,15 @@ class Reporter:
         found = routes(lambda: self._snapshot, self._health)
         self._port_taken = ""
         try:
-            return HttpServer(host, port, found, self._authorizer)
+            return bind(self._structural.http, found, self._authorizer)
         except OSError as error:
             if error.errno != errno.EADDRINUSE or self._structural.daemon is not Daemon.SIDECAR:
                 raise
         # Other pods of the node (with hostNetwork) or other containers of the pod may hold the port
         # indefinitely.
         server = HttpServer(host, 0, found, self._authorizer)
-        self._port_taken = (
-            f"{host} port {port} is in use: listening on port {server.address[1]} instead"
-        )
+        wanted = f"{host} port {port} is" if port else f"all ports of this pod on {host} are"
+        self._port_taken = f"{wanted} in use: listening on port {server.address[1]} instead"
         _log.warning("http: %s", self._port_taken)
         return server
 
@@ -175,6 +175,7 @@ class Reporter:
         recent, total = inputs.hits.recent(self._clock()), inputs.hits.total
         return Snapshot(
             version=__version__,
+            pod_uid=os.environ.get(HOST_POD_VARIABLE, ""),
             policy=f"{policy.namespace}/{policy.name}",
             content_hash=self._structural.content_hash,
             epoch=inputs.epoch,

@@ -181,9 +181,10 @@ class StatusCondition:
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """The state that /status and /metrics report. ``pool``: bytes by use; ``events``: counters by
-    (name, tier, reason)."""
+    (name, tier, reason). ``pod_uid``: empty unless the pod shares the node's network."""
 
     version: str = ""
+    pod_uid: str = ""
     policy: str = ""
     content_hash: str = ""
     epoch: int = 0
@@ -227,6 +228,7 @@ def status_json(snapshot: Snapshot) -> bytes:
     """The body of ``/status``. Counters that are 0 are left out: operators poll it."""
     document: dict[str, object] = {
         "version": snapshot.version,
+        "podUid": snapshot.pod_uid,
         "policy": snapshot.policy,
         "contentHash": snapshot.content_hash,
         "epoch": snapshot.epoch,

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvtier.config.host_ports import HOST_POD_VARIABLE
 from kvtier.config.loader import LIVE_FILE, STRUCTURAL_FILE
 from kvtier.hashing import sha256_hex
 from kvtier_operator.api import names
@@ -330,7 +331,7 @@ def tierd_container(
             "--token-file",
             names.TOKEN_FILE,
         ],
-        "ports": [{"name": PORT_NAME, "containerPort": structure.port, "protocol": "TCP"}],
+        **_port_and_variables(structure),
         "resources": daemon_resources(policy, structure.tiers, target),
         "securityContext": security_context(target),
         "lifecycle": {
@@ -343,6 +344,17 @@ def tierd_container(
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": storage.daemon,
     }
+
+
+def _port_and_variables(structure: Structure) -> Document:
+    if structure.port is None:
+        return {"env": [host_pod_variable()]}
+    return {"ports": [{"name": PORT_NAME, "containerPort": structure.port, "protocol": "TCP"}]}
+
+
+def host_pod_variable() -> Document:
+    """Makes tierd derive its port from the pod's uid."""
+    return {"name": HOST_POD_VARIABLE, "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}}
 
 
 def daemon_resources(
@@ -381,8 +393,11 @@ def security_context(target: EnginePod) -> Document:
         "allowPrivilegeEscalation": False,
         "capabilities": {"drop": ["ALL"]},
         "readOnlyRootFilesystem": True,
-        "seccompProfile": {"type": "RuntimeDefault"},
     }
+    if names.SCC_ANNOTATION not in target.pod.metadata.annotations:
+        # OpenShift's SCCs set the profile that they require, and some (anyuid) reject a pod in
+        # which any profile is set.
+        context["seccompProfile"] = {"type": "RuntimeDefault"}
     if engine.run_as_user is not None:
         context["runAsUser"] = engine.run_as_user
     if engine.run_as_group is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -27,6 +28,8 @@ from tests.unit.store.store_fixture import (
     WatchedTier,
     block_hash,
     live,
+    object_bytes,
+    object_meta,
     shard_content,
 )
 
@@ -93,9 +96,57 @@ FAILURES = {
 }
 
 
+NOTHING_USABLE = (
+    PromotionOutcome.ABSENT,
+    PromotionOutcome.FAILED,
+    PromotionOutcome.CANCELLED,
+)
+
+
 class CheckingTier(WatchedTier):
     """Refuses, as a failed test, to be given anything but the final bytes of the key with checksums
-    over them."""
+    over them. Other processes store in it without announcing it at once."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.unknown: set[ObjectRef] = set()
+
+    @property
+    def asks_on_miss(self) -> bool:
+        return True
+
+    def contains(self, ref: ObjectRef) -> bool:
+        return ref not in self.unknown and super().contains(ref)
+
+    def keys(self, namespace: str) -> Iterator[bytes]:
+        known = list(super().keys(namespace))
+        return iter([key for key in known if ObjectRef(namespace, key) not in self.unknown])
+
+    def put_unannounced(self, namespace: str, key: bytes, shards: tuple[int, ...]) -> None:
+        """Another process stores an object; its announcement is late."""
+        ref = ObjectRef(namespace, key)
+        if ref not in self.objects:
+            self.unknown.add(ref)
+            self.objects[ref] = (
+                object_bytes(namespace, key, shards),
+                object_meta(namespace, key, shards),
+            )
+
+    def learn(self) -> None:
+        """The announcements of other processes arrive."""
+        for ref in sorted(self.unknown, key=lambda ref: (ref.namespace, ref.key)):
+            self._learn(ref)
+
+    def _learn(self, ref: ObjectRef) -> None:
+        if ref in self.unknown:
+            self.unknown.discard(ref)
+            if ref in self.objects:
+                self._on_change(ref.namespace, ref.key, True)
+
+    def probe(self, ref: ObjectRef) -> bool:
+        self._act("probe")
+        self._learn(ref)
+        return super().probe(ref)
 
     def write(self, ref: ObjectRef, payload: memoryview, meta: ObjectMeta) -> None:
         offset = 0
@@ -109,6 +160,7 @@ class CheckingTier(WatchedTier):
                     "a lower tier was given bytes that are not the key's, or not sealed"
                 )
             offset += aligned(size)
+        self._learn(ref)
         super().write(ref, payload, meta)
 
 
@@ -236,6 +288,18 @@ class Driver:
     def tier_put(self, tier: int, namespace: str, key: bytes, shards: tuple[int, ...]) -> None:
         self.place(tier).put(namespace, key, shards)
 
+    def tier_put_unannounced(
+        self, tier: int, namespace: str, key: bytes, shards: tuple[int, ...]
+    ) -> None:
+        found = self.fixture.tiers[tier]
+        assert isinstance(found, CheckingTier)
+        found.put_unannounced(namespace, key, shards)
+
+    def tier_learn(self, tier: int) -> None:
+        found = self.fixture.tiers[tier]
+        assert isinstance(found, CheckingTier)
+        found.learn()
+
     def tier_flip(self, tier: int, number: int) -> None:
         """One byte of one stored object flips."""
         objects = self.place(tier).objects
@@ -315,6 +379,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.tokens: list[int] = []
         self.deadlines: dict[tuple[str, int], float] = {}
         self.ended: set[tuple[str, int]] = set()
+        self.lookups: set[tuple[str, int]] = set()
         self.numbers = 0
         self.fenced = self.began_fenced = False
         self.eviction_policy: Literal["LRU", "ARC"] = "LRU"
@@ -380,10 +445,13 @@ class StoreMachine(RuleBasedStateMachine):
             engine = self.engines.get(event.engine)
             if engine is not None:
                 keys = engine.promotions[event.promotion]
-                assert (event.outcome is PromotionOutcome.WHOLE) == (event.usable == len(keys) > 0)
-                assert (event.outcome in (PromotionOutcome.FAILED, PromotionOutcome.CANCELLED)) == (
-                    event.usable == 0
-                )
+                whole = event.outcome is PromotionOutcome.WHOLE
+                if name in self.lookups:
+                    # What is not found is not part of the promotion.
+                    assert not whole or event.usable > 0
+                else:
+                    assert whole == (event.usable == len(keys) > 0)
+                assert (event.outcome in NOTHING_USABLE) == (event.usable == 0)
                 assert len(event.tiers) == len(event.locations) == event.usable
                 for location in event.locations:
                     offset, generation = unpack_location(location)
@@ -652,7 +720,10 @@ class StoreMachine(RuleBasedStateMachine):
         number = self.number()
         engine.promotions[number] = keys
         self.deadlines[engine.info.engine, number] = self.now + budget
-        self.do("call", "promote", engine.info.engine, number, keys, budget)
+        look_up = data.draw(st.booleans())
+        if look_up:
+            self.lookups.add((engine.info.engine, number))
+        self.do("call", "promote", engine.info.engine, number, keys, budget, None, look_up)
 
     @precondition(lambda self: any(engine.promotions for engine in self.engines.values()))
     @rule(data=st.data())
@@ -751,16 +822,23 @@ class StoreMachine(RuleBasedStateMachine):
         kind=st.sampled_from(KINDS[:2]),
         chunk=st.integers(0, CHUNKS - 1),
         group=st.integers(0, 1),
+        announced=st.booleans(),
     )
-    def stored_elsewhere(self, tier: int, kind: Kind, chunk: int, group: int) -> None:
+    def stored_elsewhere(
+        self, tier: int, kind: Kind, chunk: int, group: int, announced: bool
+    ) -> None:
         group %= len(kind.shards)
         self.do(
-            "tier_put",
+            "tier_put" if announced else "tier_put_unannounced",
             tier,
             kind.namespace,
             bytes((group,)) + block_hash(chunk),
             kind.shards[group],
         )
+
+    @rule(tier=st.integers(0, 1))
+    def announcements_arrive(self, tier: int) -> None:
+        self.do("tier_learn", tier)
 
     @rule(tier=st.integers(0, PLACES - 1), number=st.integers(0, 1000))
     def flip(self, tier: int, number: int) -> None:

@@ -50,10 +50,12 @@ class PodReport:
 
     ``schedulers`` and ``workers``: numbers of ready sessions; ``unready``: number of the others.
     ``engines``: name and version of each engine that reports them. ``conditions``: type and
-    message. ``prompt_tokens``: of the last five minutes.
+    message. ``prompt_tokens``: of the last five minutes. ``pod_uid``: of a pod that shares the
+    node's network, empty for others.
     """
 
     version: str = ""
+    pod_uid: str = ""
     content_hash: str = ""
     started: bool = False
     applied_generation: int = 0
@@ -124,6 +126,7 @@ def parse_report(body: bytes) -> PodReport:
     live_errors = document.get("liveRefusals")
     return PodReport(
         version=bounded_text(document.get("version")),
+        pod_uid=bounded_text(document.get("podUid")),
         content_hash=bounded_text(document.get("contentHash")),
         started=document.get("started") is True,
         applied_generation=bounded_number(document.get("appliedGeneration")) or 0,
