@@ -13,6 +13,7 @@ from pathlib import Path
 from kvtier.errors import KVTierError
 
 MISSING_PACKAGES = "the kvtier command needs packages that are not installed: install kvtier[cli]"
+COMMAND_PACKAGES = "this command needs packages that are not installed: install kvtier[tierd]"
 PLUGIN = "kubectl-kvtier"
 OWN_PACKAGES = ("kvtier", "kvtier_operator")
 
@@ -31,6 +32,11 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     try:
         get_command(app).main(args=arguments, prog_name=_program_name())
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] in OWN_PACKAGES:
+            raise
+        print(f"kvtier: {COMMAND_PACKAGES} ({error})", file=sys.stderr)
+        return 1
     except CommandError as error:
         print(f"kvtier: {error}", file=sys.stderr)
         return 1

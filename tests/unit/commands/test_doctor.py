@@ -309,6 +309,17 @@ def test_a_pod_that_answers_nonsense(output: str) -> None:
     assert found("speed", everything) == []
 
 
+def test_a_pod_without_the_sidecar_says_what_to_run_instead() -> None:
+    pod = pods.running(pods.injected_pod())
+    pod["spec"]["initContainers"] = []
+
+    async def run(pod: Pod, command: Sequence[str]) -> str:
+        raise AssertionError("there is no such container")
+
+    _, reader = pod_findings(pod, run=run)
+    assert any("no container kvtier-tierd" in each for each in reader.not_checked)
+
+
 def test_without_the_right_to_exec_it_is_named() -> None:
     async def run(pod: Pod, command: Sequence[str]) -> str:
         raise ExecError("the right to get and create pods/exec is missing")

@@ -87,6 +87,11 @@ async def examine_pod(
     if options.inside and can_run and not pod.has_ended:
         run = run_inside or exec_in(reader)
         found += await _inside(reader, pod, run, options)
+    elif options.inside and not pod.has_ended:
+        reader.not_checked.append(
+            f"inside the pod: it has no container {TIERD_CONTAINER}; with engine.daemon: Engine, "
+            f"run kvtier doctor --topology {POD_TOPOLOGY_DIRECTORY} in the engine's container"
+        )
     return found
 
 
