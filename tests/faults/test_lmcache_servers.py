@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tests.support.lmcache_backends import require_lmcache, require_redis
 
-from kvtier.scorecard import runner
+from kvtier.scorecard import remote_faults, runner
 from kvtier.scorecard.remote_faults import names
 
 REDIS = ("redis-lies", "redis-SIGSTOP", "redis-SIGKILL", "redis-child-SIGKILL")
@@ -54,3 +60,33 @@ def test_without_a_redis_server_its_rows_are_skipped_with_the_reason(
     (row,) = runner.run_faults(runner.ScorecardOptions(tmp_path, ("redis-lies",)))
     assert row.verdict == runner.SKIPPED
     assert row.reason == "neither redis-server nor valkey-server is installed"
+
+
+def test_a_fault_of_lmcaches_process_waits_until_tierd_has_started_it_again() -> None:
+    program = "import sys, time; time.sleep(60)"
+    context: Any = SimpleNamespace(testbed=SimpleNamespace(pid=os.getpid()))
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start() -> None:
+        command = [sys.executable, "-c", program, "kvtier.tiers.lmcache.child"]
+        started.append(subprocess.Popen(command))
+
+    timer = threading.Timer(0.5, start)
+    timer.start()
+    try:
+        found = remote_faults._child(context)
+        assert found == started[0].pid
+    finally:
+        timer.join()
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def test_without_lmcaches_process_the_fault_fails_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(remote_faults, "CHILD_SECONDS", 0.0)
+    context: Any = SimpleNamespace(testbed=SimpleNamespace(pid=os.getpid()))
+    with pytest.raises(LookupError, match="no process that runs LMCache"):
+        remote_faults._child(context)

@@ -10,6 +10,7 @@ import contextlib
 import importlib.metadata
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ SERVERS: dict[str, type[RedisProcess | LMCacheProcess]] = {
     "lmcache": LMCacheProcess,
 }
 SLOW_BYTES_PER_SECOND = 100_000
+CHILD_SECONDS = 90.0
+"""tierd starts an ended process again after 60 s at most."""
 
 
 class ServerUnavailableError(Exception):
@@ -122,12 +125,17 @@ def by_proxy(mode: str) -> RemoteFault:
 
 
 def _child(context: RemoteContext) -> int:
-    """The process that runs LMCache. Raises ``LookupError``."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for process in psutil.Process(context.testbed.pid).children():
-            if "kvtier.tiers.lmcache.child" in process.cmdline():
-                return process.pid
-    raise LookupError("tierd has no process that runs LMCache")
+    """The process that runs LMCache. After a fault before this one tierd may just be starting it
+    again. Raises ``LookupError``."""
+    deadline = time.monotonic() + CHILD_SECONDS
+    while True:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in psutil.Process(context.testbed.pid).children():
+                if "kvtier.tiers.lmcache.child" in process.cmdline():
+                    return process.pid
+        if time.monotonic() > deadline:
+            raise LookupError("tierd has no process that runs LMCache")
+        time.sleep(0.1)
 
 
 def child_signal(number: int) -> RemoteFault:

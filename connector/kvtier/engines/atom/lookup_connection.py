@@ -43,7 +43,9 @@ FIRST_HANDLE = 1 << 12
 MAX_KEYS = 200_000
 MAX_MEMOS = 4096
 FRESH_SECONDS = 2.0
-"""How long an answer is used again for the same prompt."""
+"""How long an answer is used again for the same prompt, if it has all of its chunks."""
+PARTIAL_FRESH_SECONDS = 0.25
+"""The same for an answer that lacks some: they may be stored meanwhile."""
 CONFIRM_SECONDS = (0.05, 0.5)
 """When the server is asked for a chunk after its store has ended."""
 MAX_CONFIRMATIONS = 4096
@@ -225,11 +227,13 @@ class LookupConnection:
         now, last = self._clock(), keys[-1]
         if self._fresh.get(last, 0.0) > now:
             return
-        if self.client.ask(keys, self._lookup_seconds) is None:
+        stores = self.client.ask(keys, self._lookup_seconds)
+        if stores is None:
             self.counts["lookups_unanswered"] += 1
             return
         self.counts["lookups"] += 1
-        self._fresh[last] = now + FRESH_SECONDS
+        whole = len(stores) == len(keys) and all(stores)
+        self._fresh[last] = now + (FRESH_SECONDS if whole else PARTIAL_FRESH_SECONDS)
         self._fresh.move_to_end(last)
         while len(self._fresh) > MAX_MEMOS:
             self._fresh.popitem(last=False)
