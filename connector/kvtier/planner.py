@@ -26,6 +26,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import NamedTuple
 
 from kvtier.errors import KVTierError
 
@@ -85,8 +86,7 @@ class KVCacheGroup:
         return 0
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """The blocks of one object that a prefix needs.
 
     ``first`` is the number of the first of them within the object, ``block`` its number within the
@@ -303,17 +303,20 @@ class Planner:
         counted = self.counted_group
         parts = []
         for number, group in enumerate(self.groups):
-            block = group.block_tokens
+            block, per_chunk = group.block_tokens, self.blocks_per_chunk(number)
+            held, end_block = self.object_blocks(number), end_tokens // block
+            token_block = block if number == counted else 0
             begin_block = max(start_tokens // block, group.first_needed_block(end_tokens))
             for chunk in range(begin_block * block // size, -(-end_tokens // size)):
-                first, stop = self.object_range(number, chunk)
-                begin = max(begin_block, first)
-                stop = min(stop, end_tokens // block)
-                if begin < stop:
-                    tokens = (stop - begin) * block if number == counted else 0
-                    parts.append(Part(number, chunk, begin - first, begin, stop - begin, tokens))
+                stop = (chunk + 1) * per_chunk
+                first = stop - held
+                begin = first if first > begin_block else begin_block
+                blocks = (stop if stop < end_block else end_block) - begin
+                if blocks > 0:
+                    tokens = blocks * token_block
+                    parts.append(Part(number, chunk, begin - first, begin, blocks, tokens))
         if counted < 0 and parts:
-            parts[-1] = replace(parts[-1], tokens=end_tokens - start_tokens)
+            parts[-1] = parts[-1]._replace(tokens=end_tokens - start_tokens)
         return parts
 
     @property
@@ -344,27 +347,40 @@ class Planner:
             while chunk < end and has(number, chunk):
                 chunk += 1
             end = chunk
+        # A state is one lookup, a window is many.
+        others.sort(key=lambda number: self.groups[number].kind is not GroupKind.STATE)
+        present = dict.fromkeys(others, end)
         while end > first:
             # A prefix that needs less ends before the missing chunk: the first block that a prefix
             # needs does not move back when the prefix grows.
-            missing = self._last_missing(others, start_tokens, end, has)
+            missing = self._last_missing(start_tokens, end, present, has)
             if missing is None:
                 return end
             end = missing
         return 0
 
     def _last_missing(
-        self, groups: Sequence[int], start_tokens: int, end: int, has: Callable[[int, int], object]
+        self,
+        start_tokens: int,
+        end: int,
+        present: dict[int, int],
+        has: Callable[[int, int], object],
     ) -> int | None:
-        """The last chunk that a prefix of ``end`` chunks lacks in one of ``groups``."""
+        """The last chunk that a prefix of ``end`` chunks lacks in a group of ``present``.
+
+        ``present``: by group, from which chunk on it is known to have every one before ``end``.
+        """
         size = self.chunk_tokens
-        for number in groups:
+        for number, known in present.items():
             group = self.groups[number]
             block = group.first_needed_block(end * size)
             begin = max(start_tokens, block * group.block_tokens) // size
-            for chunk in range(end - 1, begin - 1, -1):
-                if not has(number, chunk):
-                    return chunk
+            chunk = min(known, end)
+            while chunk > begin and has(number, chunk - 1):
+                chunk -= 1
+            present[number] = chunk
+            if chunk > begin:
+                return chunk - 1
         return None
 
 

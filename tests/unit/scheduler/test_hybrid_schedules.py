@@ -11,9 +11,11 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from tests.support.hybrid_world import CHUNK, LAYOUTS, World, WorldOptions
+from tests.support.hybrid_world import CHUNK, LAYOUTS, World, WorldOptions, WrongByteError
 
 from kvtier.config.models import Selection
+from kvtier.engines.common.worker_state import SlotGenerations
+from kvtier.planner import GroupKind, KVCacheGroup
 
 SCHEDULES = 500
 BATCHES = 20
@@ -129,3 +131,25 @@ def test_random_schedules_read_no_wrong_byte_and_forget_and_leak_nothing(
             raise AssertionError(f"schedule {seed}: {type(error).__name__}: {error}") from error
         loaded += sum(world.kvtier.loads.loaded_tokens.values())
     assert loaded > 10 * CHUNK
+
+
+@pytest.mark.parametrize("fault", ["generations are not compared", "a block is not loaded"])
+def test_the_schedules_find_wrong_bytes(
+    fault: str, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if fault == "a block is not loaded":
+        original = KVCacheGroup.first_needed_block
+
+        def later(self: KVCacheGroup, end_tokens: int) -> int:
+            return original(self, end_tokens) + (self.kind is GroupKind.SLIDING)
+
+        monkeypatch.setattr(KVCacheGroup, "first_needed_block", later)
+    else:
+        monkeypatch.setattr(SlotGenerations, "unchanged", lambda _, slots, found: len(slots))
+    with pytest.raises(WrongByteError):
+        _run_all(directory)
+
+
+def _run_all(directory: Path) -> None:
+    for seed in range(SCHEDULES):
+        run_schedule(seed, directory)

@@ -213,11 +213,11 @@ class SchedulerLoads:
         keys = [
             state.group_keys(group, self._hashes_per_chunk) for group in range(len(planner.groups))
         ]
-        anywhere = planner.longest_prefix(
-            computed_tokens,
-            end,
-            lambda group, chunk: get_value(keys[group][chunk], 0) & usable_bits,
-        )
+
+        def bits(group: int, chunk: int) -> int:
+            return get_value(keys[group][chunk], 0) & usable_bits
+
+        anywhere = planner.longest_prefix(computed_tokens, end, bits)
         in_ram = 0
         if anywhere and usable_bits & MEMORY_BIT:
             in_ram = planner.longest_prefix(
@@ -225,10 +225,11 @@ class SchedulerLoads:
                 anywhere,
                 lambda group, chunk: get_value(keys[group][chunk], 0) & MEMORY_BIT,
             )
-        if in_ram < anywhere and self._promote_groups(
-            state, computed_tokens, (in_ram, anywhere), now
-        ):
-            return None
+        if in_ram < anywhere and self._may_promote(state):
+            ends = in_ram, anywhere
+            prefix = self._whole_prefix(computed_tokens, ends, bits)
+            if prefix is not None and self._request_promotion(state, prefix, now):
+                return None
         ram_tokens = planner.tokens(in_ram) - computed_tokens if in_ram else 0
         return self._match_ram(state, computed_tokens, ram_tokens, now)
 
@@ -322,55 +323,48 @@ class SchedulerLoads:
             default=VERIFY_TIMEOUT_SECONDS,
         )
 
-    def _promote_groups(
-        self, state: RequestState, computed_tokens: int, ends: tuple[int, int], now: float
-    ) -> bool:
-        """As ``_promote``, where a prefix is usable as a whole only.
+    def _whole_prefix(
+        self, computed_tokens: int, ends: tuple[int, int], bits: Callable[[int, int], int]
+    ) -> LoadPrefix | None:
+        """Returns what to promote where a prefix is usable as a whole only.
 
         ``ends``: chunks of the longest prefix that is in RAM, and of the longest one.
+        ``bits(group, chunk)``: the tiers that hold an object.
         """
-        if not self._may_promote(state):
-            return False
         planner, session = self._planner, self._session
-        in_ram, anywhere = ends
-        end = anywhere
+        in_ram, end = ends
         if session.live.selection is Selection.WEIGHTED:
-            end = self._best_weighted_end(state, computed_tokens, ends)
+            end = self._best_weighted_end(computed_tokens, ends, bits)
         end_tokens = planner.tokens(end)
-        tokens = end_tokens - computed_tokens
         parts = tuple(planner.needed(computed_tokens, end_tokens)) if end > in_ram else ()
-        if not parts or tokens < max(1, session.live.min_load_tokens, len(parts)):
-            return False
-        bits = [self._usable_bits(state, part.group, part.chunk) for part in parts]
-        timeout = self._tier_timeout({source_tier(each) for each in bits})
-        prefix = LoadPrefix(
-            computed_tokens, planner.chunks(computed_tokens), len(parts), end_tokens, timeout, parts
-        )
-        return self._request_promotion(state, prefix, now)
-
-    def _usable_bits(self, state: RequestState, group: int, chunk: int) -> int:
-        replica = self._session.replica
-        key = state.group_keys(group, self._hashes_per_chunk)[chunk]
-        return replica.get_value(key, 0) & replica.usable_bits
+        least = max(1, session.live.min_load_tokens, len(parts))
+        if not parts or end_tokens - computed_tokens < least:
+            return None
+        tiers = {source_tier(bits(part.group, part.chunk)) for part in parts}
+        first, timeout = planner.chunks(computed_tokens), self._tier_timeout(tiers)
+        return LoadPrefix(computed_tokens, first, len(parts), end_tokens, timeout, parts)
 
     def _best_weighted_end(
-        self, state: RequestState, computed_tokens: int, ends: tuple[int, int]
+        self, computed_tokens: int, ends: tuple[int, int], bits: Callable[[int, int], int]
     ) -> int:
         """Chunks of the prefix with the most tokens x weight of the slowest tier that it needs; of
         two equal ones the one in faster tiers."""
         planner, session = self._planner, self._session
         in_ram, anywhere = ends
-        names = range(session.replica.usable_bits.bit_length())
-        weights = {tier: session.tier(tier).load_weight for tier in names}
-        best, best_score = in_ram, (planner.tokens(in_ram) - computed_tokens) * weights.get(0, 100)
-        if not in_ram:
-            best_score = 0
+        tiers = range(session.replica.usable_bits.bit_length())
+        weights = {tier: session.tier(tier).load_weight for tier in tiers}
+        if len(set(weights.values())) == 1:
+            return anywhere
+        best, best_score = 0, 0
+        if in_ram:
+            best = in_ram
+            best_score = (planner.tokens(in_ram) - computed_tokens) * weights[0]
         for weight in sorted(set(weights.values()), reverse=True):
-            tiers = frozenset(tier for tier in weights if weights[tier] >= weight)
+            allowed = frozenset(tier for tier in weights if weights[tier] >= weight)
 
-            def has(group: int, chunk: int, tiers: frozenset[int] = tiers) -> bool:
-                bits = self._usable_bits(state, group, chunk)
-                return bool(bits) and source_tier(bits) in tiers
+            def has(group: int, chunk: int, allowed: frozenset[int] = allowed) -> bool:
+                held = bits(group, chunk)
+                return bool(held) and source_tier(held) in allowed
 
             found = planner.longest_prefix(computed_tokens, anywhere, has)
             score = (planner.tokens(found) - computed_tokens) * weight if found else 0
