@@ -3,7 +3,7 @@
 PYTHON := .venv/bin/python
 BENCHMARKS := $(filter-out benchmarks/common.py,$(sort $(wildcard benchmarks/*.py)))
 
-.PHONY: help install demo demo-cluster cluster test test-fast test-unit test-engine test-cluster lint format figures docs pictures generate bench constraints clean
+.PHONY: help install demo demo-cluster cluster test test-fast test-unit test-engine test-cluster lint format images figures docs pictures generate bench constraints clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -54,6 +54,10 @@ lint: install ## check style, format, import layers, prose and types
 format: install ## format the code with ruff
 	@.venv/bin/ruff check --fix .
 	@.venv/bin/ruff format .
+
+images: ## build the container images and their bills of materials into dist/images (root, Debian)
+	@tools/debian-packages
+	@python3 tools/images
 
 figures: install ## measure the layout of the code
 	@$(PYTHON) tools/figures.py

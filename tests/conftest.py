@@ -34,6 +34,7 @@ NODE_FILES = frozenset(
         "sidecar_on_node",
         "injection_on_node",
         "keys_on_node",
+        "openshift_on_node",
         "e2e",
     )
 )

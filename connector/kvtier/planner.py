@@ -2,9 +2,16 @@
 
 ``Planner`` says which objects a prefix needs, and how chunks map to the engine's blocks: one
 frozen value per engine, built once from its KV groups. Groups differ in block size and in what a
-prefix needs from them: of full attention every chunk, of a sliding window the chunks that cover
-the last window, of a linear state the state at the end. The interface has groups throughout, but
-only models with one full-attention group are served. For any other model
+prefix of n chunks needs from them:
+
+* full attention: every chunk
+* sliding window: the blocks that cover the last window
+* chunked local attention: the blocks from the last multiple of the attention chunk on
+* linear state: the state at the end
+
+There is one object for each chunk and group. It holds the blocks of the chunk that a prefix that
+ends with the chunk, or after it, can need: of a window shorter than the chunk only the end, of a
+linear state one block. A prefix is usable if every group has what it needs. For any other model
 ``UnsupportedGeometryError`` says why, and KVTier stays off for that engine.
 
 ``Frontier`` says how far one request's KV is computed, and how far its chunks have been handled.
@@ -16,7 +23,7 @@ blocks and starts a new generation; steps of an earlier generation say nothing a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -35,6 +42,7 @@ class GroupKind(Enum):
 
     FULL = "full attention"
     SLIDING = "sliding window"
+    CHUNKED = "chunked local attention"
     STATE = "linear state"
     OTHER = "other"
 
@@ -43,7 +51,9 @@ class GroupKind(Enum):
 class KVCacheGroup:
     """One KV cache group.
 
-    ``name``: the engine's name of its type, for messages. ``window_tokens``: for sliding windows.
+    ``name``: the engine's name of its type, for messages. ``window_tokens``: of a sliding window,
+    or the attention chunk of chunked local attention.
+
     ``replicated``: all tensor-parallel ranks of a pipeline stage hold the same bytes.
     """
 
@@ -60,13 +70,28 @@ class KVCacheGroup:
             f"{self.block_tokens} tokens{window}"
         )
 
+    def first_needed_block(self, end_tokens: int) -> int:
+        """The first block that a prefix of ``end_tokens`` tokens, a block boundary, needs.
+
+        The engine allocates no block before it, so nothing may be copied there.
+        """
+        block, window = self.block_tokens, self.window_tokens
+        if self.kind is GroupKind.SLIDING:
+            return max(0, end_tokens - window + 1) // block
+        if self.kind is GroupKind.CHUNKED:
+            return end_tokens // window * window // block
+        if self.kind is GroupKind.STATE:
+            return max(0, end_tokens // block - 1)
+        return 0
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The blocks of one chunk of one group that hold the tokens from ``start`` to ``stop``.
+    """The blocks of one object that a prefix needs.
 
-    ``first`` is the number of the first of them within the chunk, ``block`` its number within the
-    request's block table, ``blocks`` how many there are.
+    ``first`` is the number of the first of them within the object, ``block`` its number within the
+    request's block table, ``blocks`` how many there are. ``tokens``: how many tokens of the prefix
+    are counted for this part, so that all parts together have as many as the prefix.
     """
 
     group: int
@@ -74,6 +99,7 @@ class Part:
     first: int
     block: int
     blocks: int
+    tokens: int = 0
 
 
 def effective_chunk_tokens(groups: Sequence[KVCacheGroup], chunk_tokens: int) -> int:
@@ -99,8 +125,38 @@ def effective_chunk_tokens(groups: Sequence[KVCacheGroup], chunk_tokens: int) ->
 
 def check_served(groups: Sequence[KVCacheGroup]) -> None:
     """Raises ``UnsupportedGeometryError`` for groups that the planner does not serve."""
-    if len(groups) != 1 or groups[0].kind is not GroupKind.FULL:
-        raise UnsupportedGeometryError(f"{_describe(groups)}: must be one full-attention group")
+    for number, group in enumerate(groups):
+        if group.kind is GroupKind.OTHER:
+            raise UnsupportedGeometryError(
+                f"group {number}: {group}: must be full attention, sliding window, chunked local "
+                f"attention or linear state ({_describe(groups)})"
+            )
+        windowed = group.kind in (GroupKind.SLIDING, GroupKind.CHUNKED)
+        if windowed and group.window_tokens < 2:
+            raise UnsupportedGeometryError(
+                f"group {number}: {group}: the window must be at least 2 tokens"
+            )
+    if not groups:
+        raise UnsupportedGeometryError("no KV cache group: must be at least one")
+
+
+def _check_attention_chunks(groups: Sequence[KVCacheGroup], chunk_tokens: int) -> None:
+    """A prefix that ends at a multiple of the attention chunk needs nothing of such a group, so
+    larger chunks would never be loaded, and others would be cut inside."""
+    if all(group.kind is GroupKind.CHUNKED for group in groups):
+        raise UnsupportedGeometryError(
+            f"{_describe(groups)}: must have a group that is not chunked local attention"
+        )
+    for number, group in enumerate(groups):
+        if group.kind is GroupKind.CHUNKED and (
+            group.window_tokens % chunk_tokens or group.window_tokens == chunk_tokens
+        ):
+            raise UnsupportedGeometryError(
+                f"group {number}: {group}: chunks of {chunk_tokens} tokens must divide the "
+                f"attention chunk of {group.window_tokens} tokens, and be smaller; set chunkTokens "
+                f"to a divisor of {group.window_tokens} that is a multiple of "
+                f"{math.lcm(*(each.block_tokens for each in groups))}"
+            )
 
 
 def _describe(groups: Sequence[KVCacheGroup]) -> str:
@@ -135,6 +191,7 @@ class Planner:
         """
         check_served(groups)
         effective = effective_chunk_tokens(groups, chunk_tokens)
+        _check_attention_chunks(groups, effective)
         if hash_tokens < 1 or effective % hash_tokens:
             raise UnsupportedGeometryError(
                 f"block hashes of {hash_tokens} tokens: must divide chunks of {effective} tokens "
@@ -180,9 +237,55 @@ class Planner:
         """Number of the engine's block hashes per chunk. The last one is the chunk's key."""
         return self.chunk_tokens // self.hash_tokens
 
+    @property
+    def prefix_only(self) -> bool:
+        """Whether the beginning of a usable prefix is usable as well, and a block number says which
+        tokens it holds: there is one group, of full attention.
+
+        Otherwise a load is useful as a whole or not at all.
+        """
+        return len(self.groups) == 1 and self.groups[0].kind is GroupKind.FULL
+
+    def max_hit_chunks(self, tokens: int) -> int:
+        """How many chunks of a request of ``tokens`` tokens may be loaded.
+
+        The engine computes the last token of a whole-prompt hit once more. A linear state would
+        absorb it twice.
+        """
+        return self.chunks(tokens if self.prefix_only else tokens - 1)
+
     def blocks_per_chunk(self, group: int) -> int:
-        """Number of blocks of ``group`` per object."""
+        """Number of blocks of ``group`` that the tokens of a chunk take."""
         return self.chunk_tokens // self.groups[group].block_tokens
+
+    def object_blocks(self, group: int) -> int:
+        """Number of blocks of ``group`` per object: the last ones of the chunk."""
+        what, blocks = self.groups[group], self.blocks_per_chunk(group)
+        if what.kind is GroupKind.STATE:
+            return 1
+        if what.kind is GroupKind.SLIDING:
+            return min(blocks, -(-(what.window_tokens - 1) // what.block_tokens))
+        return blocks
+
+    @property
+    def all_object_blocks(self) -> tuple[int, ...]:
+        """``object_blocks`` by group."""
+        return tuple(map(self.object_blocks, range(len(self.groups))))
+
+    def object_range(self, group: int, chunk: int) -> tuple[int, int]:
+        """Numbers of the first block of an object, and of the first one after it, in a request's
+        block table."""
+        end = (chunk + 1) * self.blocks_per_chunk(group)
+        return end - self.object_blocks(group), end
+
+    def is_needed(self, group: int, chunk: int) -> bool:
+        """Whether any prefix needs this object. A prefix that ends with an attention chunk needs
+        nothing of it."""
+        what = self.groups[group]
+        return (
+            what.kind is not GroupKind.CHUNKED
+            or (chunk + 1) * self.chunk_tokens % what.window_tokens != 0
+        )
 
     def starts_at_block(self, tokens: int) -> bool:
         """Whether a load may start after ``tokens``, that is, at a block boundary of every
@@ -192,19 +295,77 @@ class Planner:
     def needed(self, start_tokens: int, end_tokens: int) -> list[Part]:
         """What to load for a prefix of ``end_tokens`` tokens.
 
-        The first ``start_tokens`` are computed. Both are block boundaries. In prefix order.
+        The first ``start_tokens`` are computed. Both are block boundaries, the end is also one of a
+        chunk unless there is one group of full attention. In prefix order within each group.
         O(number of chunks).
         """
         size = self.chunk_tokens
+        counted = self.counted_group
         parts = []
         for number, group in enumerate(self.groups):
             block = group.block_tokens
-            for chunk in range(start_tokens // size, -(-end_tokens // size)):
-                begin = max(start_tokens, chunk * size)
-                stop = min(end_tokens, (chunk + 1) * size)
-                first = (begin - chunk * size) // block
-                parts.append(Part(number, chunk, first, begin // block, (stop - begin) // block))
+            begin_block = max(start_tokens // block, group.first_needed_block(end_tokens))
+            for chunk in range(begin_block * block // size, -(-end_tokens // size)):
+                first, stop = self.object_range(number, chunk)
+                begin = max(begin_block, first)
+                stop = min(stop, end_tokens // block)
+                if begin < stop:
+                    tokens = (stop - begin) * block if number == counted else 0
+                    parts.append(Part(number, chunk, begin - first, begin, stop - begin, tokens))
+        if counted < 0 and parts:
+            parts[-1] = replace(parts[-1], tokens=end_tokens - start_tokens)
         return parts
+
+    @property
+    def counted_group(self) -> int:
+        """The group whose objects are counted as chunks, and whose parts have the tokens of the
+        prefix; -1: the last part has them."""
+        for number, group in enumerate(self.groups):
+            if group.kind is GroupKind.FULL:
+                return number
+        return -1
+
+    def longest_prefix(
+        self, start_tokens: int, max_chunks: int, has: Callable[[int, int], object]
+    ) -> int:
+        """Chunks of the longest usable prefix of at most ``max_chunks`` chunks; 0 if none is longer
+        than ``start_tokens``, which are computed.
+
+        ``has(group, chunk)``: whether the object is there. O(number of chunks), and of a group that
+        is not full attention only what decides is looked up.
+        """
+        first, end = self.chunks(start_tokens), max_chunks
+        others: list[int] = []
+        for number, group in enumerate(self.groups):
+            if group.kind is not GroupKind.FULL:
+                others.append(number)
+                continue
+            chunk = first
+            while chunk < end and has(number, chunk):
+                chunk += 1
+            end = chunk
+        while end > first:
+            # A prefix that needs less ends before the missing chunk: the first block that a prefix
+            # needs does not move back when the prefix grows.
+            missing = self._last_missing(others, start_tokens, end, has)
+            if missing is None:
+                return end
+            end = missing
+        return 0
+
+    def _last_missing(
+        self, groups: Sequence[int], start_tokens: int, end: int, has: Callable[[int, int], object]
+    ) -> int | None:
+        """The last chunk that a prefix of ``end`` chunks lacks in one of ``groups``."""
+        size = self.chunk_tokens
+        for number in groups:
+            group = self.groups[number]
+            block = group.first_needed_block(end * size)
+            begin = max(start_tokens, block * group.block_tokens) // size
+            for chunk in range(end - 1, begin - 1, -1):
+                if not has(number, chunk):
+                    return chunk
+        return None
 
 
 class Frontier:

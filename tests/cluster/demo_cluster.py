@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 import clusters
+import images
 from e2e import FILE, NEW_TOKENS, RAM, EndToEndRun
 from serving import EngineProcessError
 
@@ -42,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
             with _node(home / "cluster", display) as cluster:
                 loop = EndToEndRun(cluster, home, display)
                 result = loop.run()
-        except clusters.NoClusterError as error:
+        except (clusters.NoClusterError, images.NoImagesError) as error:
             print(f"demo-cluster: {error}", file=sys.stderr)
             return 2
         except (AssertionError, EngineProcessError, clusters.ClusterBrokenError) as error:

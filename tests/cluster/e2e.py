@@ -115,7 +115,7 @@ class EndToEndRun:
             "Making the operator's and the sidecar's image, and putting them on the node"
         ):
             if not self.images_loaded:
-                operators.load_images(self.cluster, self.home / "images")
+                operators.load_images(self.cluster)
         allowed = [{"namespaces": ["*"], "hostPath": str(directory)}]
         with self.display.step(
             "helm install: operator and webhook run as pods, with the chart's own rights"

@@ -23,6 +23,7 @@ from typing import Any
 
 import clusters
 import demo_dashboard
+import images
 import operators
 import yaml
 from rest import Api
@@ -70,13 +71,13 @@ def start(display: Display) -> int:
     try:
         with clusters.cluster(HOME / "state", clusters.Parts.NODE) as cluster:
             display.note("the cluster runs")
-            operators.load_images(cluster, HOME / "images")
+            operators.load_images(cluster)
             display.note("the images of operator and sidecar are on the node")
             _write(cluster)
             display.note(f"ready: export KUBECONFIG={HOME / 'kubeconfig'} PATH={HOME}/bin:$PATH")
             stop.wait()
             display.note("the cluster goes")
-    except clusters.NoClusterError as error:
+    except (clusters.NoClusterError, images.NoImagesError) as error:
         print(f"cluster: {error}", file=sys.stderr)
         return 2
     return 0

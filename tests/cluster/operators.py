@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import images
+import openshift
 from charts import NAMESPACE, Release, without_definition
 from nodes import make_namespace, ok, wait_for
 from stub_engine_pods import STORAGE_GID, Place
@@ -24,11 +25,10 @@ QUICK = {
 """Short periods, so that tests do not wait half a minute for a status."""
 
 
-def load_images(cluster: Any, home: Path) -> None:
-    """Builds the released images and loads them on the node under the chart's names."""
-    for archive in images.shipped(home):
+def load_images(cluster: Any) -> None:
+    """Builds the images that are released, and loads them on the node under the chart's names."""
+    for archive in images.shipped():
         cluster.load(archive)
-        archive.unlink()
 
 
 def storage(home: Path, *names: str) -> list[Path]:
@@ -111,14 +111,20 @@ class Installed:
 
 @contextlib.contextmanager
 def installed(cluster: Any, api: Any, home: Path) -> Iterator[Installed]:
-    """The chart's release while the block runs. Every directory below ``home`` is allowed."""
+    """The chart's release while the block runs. Every directory below ``home`` is allowed. The
+    operator runs as on OpenShift: as a user that the namespace has, and its images do not know.
+    """
     allowed = [
         {"namespaces": ["*"], "hostPath": str(home)},
         {"namespaces": ["*"], "nfs": DEAD_EXPORT},
     ]
     values = {**QUICK, "allowedVolumes": allowed, "storage": {"createVolumes": True}}
     without_definition(cluster)
-    with Release(cluster.kubeconfig, cluster.context) as release:
+    with (
+        openshift.enforce(api, openshift.RESTRICTED_V2),
+        Release(cluster.kubeconfig, cluster.context) as release,
+    ):
+        openshift.constrain(api, NAMESPACE, openshift.RESTRICTED_V2)
         try:
             install(cluster, release, values)
             found = Installed(cluster, api, release, values, home)

@@ -30,7 +30,7 @@ from kvtier.errors import KVTierError
 from kvtier.harness.stub_engine import StubEngine
 from kvtier.harness.stub_worker import StubEngineOptions
 
-PORT = 8000
+PORT = int(os.environ.get("PORT", "8000"))
 OBJECT_BYTES = 256 << 10
 ANNOUNCED_SECONDS = 3.0
 

@@ -306,13 +306,14 @@ def test_rendered_pod_volumes_are_accepted(api: Any, policies: str, path: Path) 
     for checked in parse(path.read_bytes()):
         policy = checked.policy
         assert policy is not None
-        tiers = [tier for tier in policy.spec.tiers if tier.file_system is not None]
+        mounted = [each for tier in policy.spec.tiers for each in tier.volumes]
         pod = {
             "metadata": {"name": "engine"},
             "spec": {
                 "containers": [{"name": "c", "image": "i"}],
                 "volumes": [
-                    {"name": tier.name, **volumes.pod_volume(policy, tier)} for tier in tiers
+                    {"name": each.key.replace("/", "-"), **volumes.pod_volume(policy, each)}
+                    for each in mounted
                 ],
             },
         }

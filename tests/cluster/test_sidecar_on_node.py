@@ -202,17 +202,10 @@ class Running:
         return len(sessions) == 2 and all(each["ready"] for each in sessions)
 
 
-@pytest.fixture(scope="module")
-def archive(tmp_path_factory: pytest.TempPathFactory, images: ModuleType) -> Path:
-    found = images.shipped(tmp_path_factory.mktemp("images"))
-    return next(path for path in found if path.name == "kvtier-payload.tar")
-
-
 @pytest.fixture
 def running(
-    node_cluster: Any, node_api: Any, nodes: ModuleType, archive: Path
+    node_cluster: Any, node_api: Any, nodes: ModuleType, node_images: None
 ) -> Iterator[Running]:
-    node_cluster.load(archive)
     restricted = {"pod-security.kubernetes.io/enforce": "restricted"}
     namespace = nodes.make_namespace(node_api, f"sidecar-{os.getpid()}", restricted)
     pods = f"/api/v1/namespaces/{namespace}/pods"

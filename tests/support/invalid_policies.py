@@ -34,6 +34,16 @@ _PATH = "an absolute path without .."
 _SOURCES = "exactly one of emptyDir, ephemeral, persistentVolumeClaim, claimTemplate, hostPath, nfs"
 _CLAIM = {"spec": {"resources": {"requests": {"storage": "1Ti"}}}}
 _FILES = {"capacity": "1Gi", "sharing": "Pod", "volume": {"emptyDir": {}}}
+_VOLUMES = f"{_NVME}.volumes"
+_VOLUMES_FIELD = f"{_NVME_FIELD}.volumes"
+
+
+def _disks(**second: Any) -> dict[str, Any]:
+    """A tier of two disks; ``second`` replaces fields of the second."""
+    first = {"name": "nvme0", "capacity": "1Gi", "hostPath": {"path": "/mnt/nvme0/kv"}}
+    other = {"name": "nvme1", "capacity": "1Gi", "hostPath": {"path": "/mnt/nvme1/kv"}}
+    changed = {key: value for key, value in {**other, **second}.items() if value is not None}
+    return {"sharing": "Node", "volumes": [first, changed]}
 
 
 def _case(
@@ -105,6 +115,67 @@ INVALID: tuple[InvalidCase, ...] = (
             "must be below highWatermarkPercent (90)",
         ),
         "must be below highWatermarkPercent (90), got 95",
+    ),
+    _case(
+        "volume and volumes",
+        {_VOLUMES: _disks()["volumes"]},
+        (_NVME_FIELD, "volume, volumes", "must have exactly one of volume, volumes"),
+        _NVME_FIELD,
+        "must have exactly one of volume, volumes",
+    ),
+    _case(
+        "a capacity beside volumes",
+        {_NVME: {**_disks(), "capacity": "2Gi"}},
+        (f"{_NVME_FIELD}.capacity", "", "must not be set with volumes"),
+        f"{_NVME_FIELD}.capacity",
+        "must not be set with volumes",
+    ),
+    _case(
+        "volumes of a cluster",
+        {_NVME: {**_disks(), "sharing": "Cluster"}},
+        (f"{_NVME_FIELD}.sharing", "Cluster", "must be Pod or Node with volumes"),
+        f"{_NVME_FIELD}.sharing",
+        "must be Pod or Node with volumes",
+    ),
+    _case(
+        "two volumes of one name",
+        {_NVME: _disks(name="nvme0")},
+        (f"{_VOLUMES_FIELD}[1].name", "nvme0", ""),
+        f'{_VOLUMES_FIELD}[1]: Duplicate value: {{"name":"nvme0"}}',
+    ),
+    _case(
+        "two volumes in one directory",
+        {_NVME: _disks(hostPath={"path": "/mnt/nvme0/kv"})},
+        (f"{_VOLUMES_FIELD}[1].hostPath.path", "/mnt/nvme0/kv", "must differ from that of volume"),
+        _VOLUMES_FIELD,
+        "must be different directories and claims",
+    ),
+    _case(
+        "one of several volumes without a source",
+        {_NVME: _disks(hostPath=None)},
+        (f"{_VOLUMES_FIELD}[1]", "", "must have exactly one of emptyDir, ephemeral"),
+        f"{_VOLUMES_FIELD}[1]",
+        "must have exactly one of emptyDir, ephemeral, persistentVolumeClaim, hostPath, got none",
+    ),
+    _case(
+        "one of several volumes with two sources",
+        {_NVME: _disks(emptyDir={})},
+        (f"{_VOLUMES_FIELD}[1]", "emptyDir, hostPath", "must have exactly one of emptyDir"),
+        f"{_VOLUMES_FIELD}[1]",
+        "got emptyDir hostPath",
+    ),
+    _case(
+        "one of several volumes without a capacity",
+        {_NVME: _disks(capacity=None)},
+        (f"{_VOLUMES_FIELD}[1].capacity", "", ""),
+        f"{_VOLUMES_FIELD}[1].capacity: Required value",
+    ),
+    _case(
+        "a size limit below the capacity of one of several volumes",
+        {_NVME: {**_disks(hostPath=None, emptyDir={"sizeLimit": "1Mi"}), "sharing": "Pod"}},
+        (f"{_VOLUMES_FIELD}[1].emptyDir.sizeLimit", "1Mi", "must be at least the capacity (1Gi)"),
+        f"{_VOLUMES_FIELD}[1].emptyDir.sizeLimit",
+        "must be at least the capacity",
     ),
     _case(
         "minFree of the whole file system",
@@ -251,8 +322,9 @@ INVALID: tuple[InvalidCase, ...] = (
     _case(
         "no capacity",
         {f"{_NVME}.capacity": REMOVED},
-        (f"{_NVME_FIELD}.capacity", "", _CAPACITY),
-        f"{_NVME_FIELD}.capacity: Required value",
+        (f"{_NVME_FIELD}.capacity", "", "must be set with volume"),
+        f"{_NVME_FIELD}.capacity",
+        "must be set with volume",
     ),
     _case(
         "claimTemplate with ReadWriteOnce for the whole cluster",
@@ -413,8 +485,9 @@ INVALID: tuple[InvalidCase, ...] = (
     _case(
         "no volume",
         {f"{_NVME}.volume": REMOVED},
-        (f"{_NVME_FIELD}.volume", "", "a mapping with emptyDir"),
-        f"{_NVME_FIELD}.volume: Required value",
+        (_NVME_FIELD, "", "must have exactly one of volume, volumes"),
+        _NVME_FIELD,
+        "must have exactly one of volume, volumes",
     ),
     _case(
         "an engine that is not known",

@@ -171,6 +171,21 @@ GROUPS: dict[str, tuple[Alert, ...]] = {
             ),
         ),
         Alert(
+            "KVTierVolumeUnavailable",
+            f'max by ({POD_TIER}, volume) (kvtier_volume_state{{state="BreakerOpen"}}) > 0',
+            "5m",
+            "warning",
+            f"Volume {{{{ $labels.volume }}}} of tier {{{{ $labels.tier }}}} of {IN_POD} is not "
+            "used.",
+            "One of the disks of a tier failed or hung repeatedly. The others serve. What it holds "
+            "is computed again and stored on the others. It is used again when a probe succeeds.",
+            (
+                "`volumes` of the tier in `/status` has its `lastError` and `cause`.",
+                "Check or replace the disk. A volume can be removed from the policy: new pods do "
+                "not mount it, and the others keep what they hold.",
+            ),
+        ),
+        Alert(
             "KVTierSlotsQuarantined",
             f'max by ({POD}) (kvtier_pool_bytes{{use="quarantined"}}) > 0',
             "15m",

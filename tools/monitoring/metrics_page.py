@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier.engines.vllm import counters as engine_counters
 from kvtier.store.types import StoreCounters
-from kvtier.tierd.status import Snapshot, TierSnapshot, metrics_text
+from kvtier.tierd.status import Snapshot, TierSnapshot, VolumeSnapshot, metrics_text
 from kvtier_operator.api.status import PolicyStatus
 from kvtier_operator.controller.metrics import (
     ControllerMetrics,
@@ -50,7 +50,8 @@ def tierd() -> list[Row]:
     """What the metrics endpoint of tierd exports."""
     counters = StoreCounters()
     counters.declare(["disk"])
-    tier = TierSnapshot("disk", "fileSystem", "Healthy", volume_bytes=1)
+    volume = VolumeSnapshot("nvme0", "Healthy", 0, 0, 0, 0, "", "", 1, 1)
+    tier = TierSnapshot("disk", "fileSystem", "Healthy", volume_bytes=1, volumes=(volume,))
     snapshot = Snapshot(tiers=(tier,), pool={"free": 0}, events=dict(counters.values))
     return _rows(text_string_to_metric_families(metrics_text(snapshot).decode()))
 

@@ -89,6 +89,19 @@ ON_CALL = Board(
                 "KVTierTierUnavailable",
             ),
             Panel(
+                "State of volumes",
+                "1 while a volume of a tier with several is in a state other than Healthy.",
+                "short",
+                (
+                    Query(
+                        "max by (namespace, pod, tier, volume, state) "
+                        f'(kvtier_volume_state{{{TIER},state!="Healthy"}}) > 0',
+                        LEGEND_TIER + " {{volume}} {{state}}",
+                    ),
+                ),
+                "KVTierVolumeUnavailable",
+            ),
+            Panel(
                 "Failed reads by reason",
                 "Objects that could not be read from a tier. Each was recomputed.",
                 "cps",

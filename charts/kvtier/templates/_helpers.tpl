@@ -36,13 +36,32 @@ argocd: those for Argo CD. */}}
 system:serviceaccount:{{ .Release.Namespace }}:{{ include "kvtier.account" (dict "root" . "component" "controller") }}
 {{- end }}
 
+{{/* An image reference with the registry and the tag that the values and the chart say. Parameters:
+root, image. */}}
+{{- define "kvtier.image" -}}
+{{- $image := .image }}
+{{- $parts := splitList "/" $image }}
+{{- $first := first $parts }}
+{{- if .root.Values.images.registry }}
+{{- if and (gt (len $parts) 1) (or (contains "." $first) (contains ":" $first) (eq $first "localhost")) }}
+{{- $image = join "/" (rest $parts) }}
+{{- end }}
+{{- $image = printf "%s/%s" (trimSuffix "/" .root.Values.images.registry) $image }}
+{{- end }}
+{{- if or (contains "@" $image) (contains ":" (last $parts)) }}
+{{- $image }}
+{{- else }}
+{{- printf "%s:%s" $image .root.Chart.AppVersion }}
+{{- end }}
+{{- end }}
+
 {{/* The operator's settings file (kvtier_operator.settings). */}}
 {{- define "kvtier.settings" -}}
 namespace: {{ .Release.Namespace }}
 watchNamespaces: {{ toJson .Values.watchNamespaces }}
 images:
-  payload: {{ .Values.images.payload | quote }}
-  tierd: {{ .Values.images.tierd | quote }}
+  payload: {{ include "kvtier.image" (dict "root" . "image" .Values.images.payload) | quote }}
+  tierd: {{ include "kvtier.image" (dict "root" . "image" .Values.images.tierd) | quote }}
   pullPolicy: {{ .Values.images.pullPolicy }}
   pullSecret: {{ .Values.images.injectedPullSecret | quote }}
 storage:
@@ -114,7 +133,7 @@ spec:
   {{- end }}
   containers:
   - name: {{ .component }}
-    image: {{ .root.Values.images.operator | quote }}
+    image: {{ include "kvtier.image" (dict "root" .root "image" .root.Values.images.operator) | quote }}
     imagePullPolicy: {{ .root.Values.images.pullPolicy }}
     args: [{{ .component }}, --settings, /etc/kvtier-operator/settings.yaml, --log-format, {{ .values.logFormat }}, --log-level, {{ .values.logLevel }}]
     env:

@@ -34,8 +34,11 @@ PolicyName = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="Name of the policy, if the file holds several."),
 ]
-TierDirectory = Annotated[
-    Path, typer.Argument(metavar="DIR", help="The directory of a fileSystem tier.")
+TierDirectories = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="DIR...", help="The directory of a fileSystem tier, or that of each volume."
+    ),
 ]
 
 
@@ -298,7 +301,7 @@ def payload(
 
 @app.command()
 def inspect(
-    directory: TierDirectory,
+    directories: TierDirectories,
     prefixes: Annotated[
         bool,
         typer.Option(
@@ -309,23 +312,23 @@ def inspect(
     as_json: Json = False,
 ) -> None:
     """Show the contents of a file tier: namespaces, sizes, ages, writers and the janitor."""
-    from kvtier.cli import directory as directory_command
     from kvtier.cli import prefixes as prefixes_command
+    from kvtier.cli.volumes import each_directory, show_shares
 
-    survey, now = directory_command.inspect(directory)
-    found = prefixes_command.inspect_prefixes(directory) if prefixes else None
-    if as_json:
-        more = {} if found is None else prefixes_command.prefixes_json(*found)
-        print_json({**directory_command.inspect_json(survey, now), **more})
-        return
-    directory_command.show_inspect(survey, now)
-    if found is not None:
-        prefixes_command.show_prefixes(*found)
+    found, failed = each_directory(
+        directories,
+        lambda directory: prefixes_command.inspect_all(directory, prefixes),
+        prefixes_command.inspected_json if as_json else None,
+        prefixes_command.show_inspected,
+    )
+    if not as_json:
+        show_shares([survey.total_bytes for survey, _, _ in found])
+    raise typer.Exit(1 if failed else 0)
 
 
 @app.command()
 def verify(
-    directory: TierDirectory,
+    directories: TierDirectories,
     keys: Annotated[
         Path | None,
         typer.Option(
@@ -343,20 +346,25 @@ def verify(
     by the keys. Without --keys, tags are not checked and encrypted objects are not verified.
     """
     from kvtier.cli import directory as directory_command
+    from kvtier.cli.volumes import each_directory
 
-    verified = directory_command.verify(directory, keys, delete=delete)
-    if as_json:
-        print_json(directory_command.verify_json(verified))
-    else:
-        directory_command.show_verify(verified)
-    raise typer.Exit(1 if verified.bad else 0)
+    verified, failed = each_directory(
+        directories,
+        lambda directory: directory_command.verify(directory, keys, delete=delete),
+        directory_command.verify_json if as_json else None,
+        directory_command.show_verify,
+    )
+    raise typer.Exit(1 if failed or any(each.bad for each in verified) else 0)
 
 
 @app.command()
 def gc(
-    directory: TierDirectory,
+    directories: TierDirectories,
     capacity: Annotated[
-        str, typer.Option(metavar="SIZE", help="Maximum size afterwards, such as 500Gi.")
+        str,
+        typer.Option(
+            metavar="SIZE", help="Maximum size of each directory afterwards, such as 500Gi."
+        ),
     ],
     retention: Annotated[
         float | None,
@@ -371,12 +379,15 @@ def gc(
 ) -> None:
     """Enforce limits on a file tier once. Engines may be running."""
     from kvtier.cli import directory as directory_command
+    from kvtier.cli.volumes import each_directory
 
-    collected = directory_command.gc(directory, capacity, retention, dry_run=dry_run)
-    if as_json:
-        print_json(directory_command.gc_json(collected))
-    else:
-        directory_command.show_gc(collected)
+    _, failed = each_directory(
+        directories,
+        lambda directory: directory_command.gc(directory, capacity, retention, dry_run=dry_run),
+        directory_command.gc_json if as_json else None,
+        directory_command.show_gc,
+    )
+    raise typer.Exit(1 if failed else 0)
 
 
 @app.command()
@@ -407,6 +418,13 @@ def faults(
     objects: Annotated[
         int, typer.Option(min=100, help="Objects stored by the concurrent writers.")
     ] = 10_000,
+    file_system: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KIND",
+            help="Run the faults of file tiers on this: ext4, xfs, tmpfs, nfs or all; repeatable.",
+        ),
+    ] = None,
     names: Annotated[bool, typer.Option("--list", help="List the faults and exit.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -419,7 +437,10 @@ def faults(
     if names:
         print_text("\n".join(faults_command.fault_names()))
         raise typer.Exit(0)
-    options = faults_command.scorecard_options(path, fault or (), seconds, hang_seconds, objects)
+    options = faults_command.on_file_systems(
+        faults_command.scorecard_options(path, fault or (), seconds, hang_seconds, objects),
+        file_system or (),
+    )
     rows = faults_command.run(options, with_engine=engine)
     peer_rows = faults_command.compare(options) if compare else []
     if as_json:

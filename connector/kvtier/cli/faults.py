@@ -6,7 +6,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ from rich.text import Text
 
 from kvtier.cli.console import error_console, print_table
 from kvtier.cli.inputs import OptionError
-from kvtier.scorecard import engine_faults, peers, runner
+from kvtier.scorecard import engine_faults, peers, remote_faults, runner
+from kvtier.scorecard.file_systems import KINDS
 from kvtier.scorecard.runner import ScorecardOptions, ScorecardRow
 
 PASSED, FAILED, INCOMPLETE = 0, 1, 3
@@ -48,6 +49,15 @@ def scorecard_options(
     )
 
 
+def on_file_systems(options: ScorecardOptions, kinds: Iterable[str]) -> ScorecardOptions:
+    """The options with these file systems; ``all`` is each of them. Raises ``OptionError``."""
+    chosen = [kind for each in kinds for kind in (KINDS if each == "all" else (each,))]
+    for kind in chosen:
+        if kind not in KINDS:
+            raise OptionError("--file-system", kind, f"must be one of: {', '.join(KINDS)}, all")
+    return replace(options, file_systems=tuple(dict.fromkeys(chosen)))
+
+
 def run(options: ScorecardOptions, *, with_engine: bool) -> list[ScorecardRow]:
     """Injects every fault. Shows progress on standard error if it is a terminal."""
     signal.signal(signal.SIGTERM, _exit_on_signal)
@@ -55,7 +65,10 @@ def run(options: ScorecardOptions, *, with_engine: bool) -> list[ScorecardRow]:
         # Under nohup the signal is ignored, and the run continues without its terminal.
         signal.signal(signal.SIGHUP, _exit_on_signal)
     selected = [name for name in fault_names() if not options.faults or name in options.faults]
-    total = len(selected) + (len(engine_faults.names(options)) if with_engine else 0)
+    remote = set(remote_faults.names())
+    on_files = sum(name not in remote for name in selected)
+    total = len(selected) + on_files * max(len(options.file_systems) - 1, 0)
+    total += len(engine_faults.names(options)) if with_engine else 0
     rows: list[ScorecardRow] = []
     columns = (
         TextColumn("{task.description}"),
@@ -111,6 +124,7 @@ def show(rows: list[ScorecardRow], peer_rows: list[Any]) -> None:
     """Prints the tables."""
     table = Table(
         "fault",
+        "files on",
         "verdict",
         "method",
         "wrong bytes",
@@ -126,6 +140,7 @@ def show(rows: list[ScorecardRow], peer_rows: list[Any]) -> None:
     for row in rows:
         table.add_row(
             row.fault,
+            row.file_system,
             _verdict(row.verdict),
             Text(row.means),
             _cell(row.wrong_bytes),

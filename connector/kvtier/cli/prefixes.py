@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvtier.cli.console import console, print_table
-from kvtier.cli.directory import age_text, size_text
-from kvtier.tiers.filesystem.inspect import tier_root
+from kvtier.cli.directory import age_text, inspect, inspect_json, show_inspect, size_text
+from kvtier.tiers.filesystem.inspect import Survey, tier_root
 from kvtier.tiers.filesystem.prefixes import AGES, NamespacePrefixes, PrefixSurvey, survey_prefixes
 
 MAX_TREES = 10
@@ -26,6 +26,31 @@ def inspect_prefixes(directory: Path) -> tuple[PrefixSurvey, float]:
     """
     now = time.time()
     return survey_prefixes(tier_root(directory), now), now
+
+
+Inspected = tuple[Survey, tuple[PrefixSurvey, float] | None, float]
+"""What is in a directory, its prefixes if they were asked for, and the time (Unix time)."""
+
+
+def inspect_all(directory: Path, prefixes: bool) -> Inspected:
+    """Surveys a directory. Raises ``ConfigurationError`` and ``OSError``."""
+    survey, now = inspect(directory)
+    return survey, inspect_prefixes(directory) if prefixes else None, now
+
+
+def inspected_json(found: Inspected) -> dict[str, Any]:
+    """The output of ``kvtier inspect --json``."""
+    survey, prefixes, now = found
+    more = {} if prefixes is None else prefixes_json(*prefixes)
+    return {**inspect_json(survey, now), **more}
+
+
+def show_inspected(found: Inspected) -> None:
+    """Prints a survey."""
+    survey, prefixes, now = found
+    show_inspect(survey, now)
+    if prefixes is not None:
+        show_prefixes(*prefixes)
 
 
 def prefixes_json(found: PrefixSurvey, now: float) -> dict[str, Any]:

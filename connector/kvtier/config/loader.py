@@ -172,6 +172,8 @@ def _check_structural(structural: Structural, name: str) -> None:
     for document in structural.tiers:
         if isinstance(document, LMCacheTierDocument):
             _check_lmcache(document, name)
+        elif isinstance(document, FileSystemTierDocument):
+            _check_volumes(document, structural.live, name)
     files = {tier.name for tier in structural.tiers if isinstance(tier, FileSystemTierDocument)}
     for tier_name in names:
         if tier_name not in structural.live.tiers:
@@ -195,6 +197,29 @@ def _check_structural(structural: Structural, name: str) -> None:
             )
 
 
+def _check_volumes(tier: FileSystemTierDocument, live: Live, name: str) -> None:
+    if bool(tier.path) == bool(tier.volumes):
+        given = [each.path for each in tier.volumes]
+        raise ConfigurationError(
+            f"{name}: tiers.{tier.name}", tier.path or given, "must have one of path, volumes"
+        )
+    names = [each.name for each in tier.volumes]
+    paths = [each.path.rstrip("/") for each in tier.volumes]
+    for field, values in (("names", names), ("paths", paths)):
+        if len(set(values)) != len(values):
+            raise ConfigurationError(
+                f"{name}: tiers.{tier.name}.volumes", ", ".join(values), f"must have unique {field}"
+            )
+    capacities = live.tiers[tier.name].volume_capacity_bytes if tier.name in live.tiers else {}
+    for each in names:
+        if each not in capacities:
+            raise ConfigurationError(
+                f"{name}: live.tiers.{tier.name}.volumeCapacityBytes",
+                ", ".join(capacities),
+                f"must have a capacity for {each}",
+            )
+
+
 def _check_lmcache(tier: LMCacheTierDocument, name: str) -> None:
     must = lmcache_url.requirement(tier.url)
     if must:
@@ -208,10 +233,11 @@ def _check_lmcache(tier: LMCacheTierDocument, name: str) -> None:
 
 
 def _paths(structural: Structural) -> list[tuple[str, str]]:
-    return [
-        (f"tiers.{tier.name}.path", tier.path)
-        for tier in structural.tiers
-        if isinstance(tier, FileSystemTierDocument)
+    files = [tier for tier in structural.tiers if isinstance(tier, FileSystemTierDocument)]
+    return [(f"tiers.{tier.name}.path", tier.path) for tier in files if tier.path] + [
+        (f"tiers.{tier.name}.volumes.{volume.name}.path", volume.path)
+        for tier in files
+        for volume in tier.volumes
     ]
 
 

@@ -70,6 +70,10 @@ class LiveTier(Document):
     min_free_bytes: Annotated[int, Field(ge=0, le=MAX_BYTES)] = 0
     min_free_percent: Annotated[int, Field(ge=0, le=99)] = 0
     """What stays free on the file system of a fileSystem tier: the larger of both."""
+    volume_capacity_bytes: dict[str, Annotated[int, Field(gt=0, le=MAX_BYTES)]] = Field(
+        default_factory=dict, max_length=64
+    )
+    """By volume, of a tier that has several. ``capacity_bytes`` is their sum."""
 
 
 class BreakerSettings(Document):
@@ -100,12 +104,21 @@ class MemoryTierDocument(Document):
     persistence: Literal["Process", "Pod"] = "Pod"
 
 
+class TierVolumeDocument(Document):
+    """One of several directories of a tier, usually each on a disk of its own."""
+
+    name: Annotated[str, Field(max_length=63, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")]
+    path: str
+
+
 class FileSystemTierDocument(Document):
-    """A directory at ``path`` in tierd's file system, from any kind of volume."""
+    """A directory at ``path`` in tierd's file system, from any kind of volume; or ``volumes``, with
+    a directory each. ``read_threads`` and ``write_threads`` are for each volume."""
 
     kind: Literal["fileSystem"] = "fileSystem"
     name: str
-    path: str
+    path: str = ""
+    volumes: Annotated[tuple[TierVolumeDocument, ...], Field(max_length=16)] = ()
     sharing: Literal["Pod", "Node", "Cluster"]
     direct_io: Literal["Auto", "Always", "Never"] = "Auto"
     read_threads: Annotated[int, Field(ge=1, le=256)] = 8
@@ -137,8 +150,9 @@ class PolicyIdentity(Document):
 
 
 class HttpEndpoint(Document):
-    """Where tierd serves /metrics, /status and /healthz. Port 0: any free port, recorded in
-    http.json of the run directory."""
+    """Where tierd serves /metrics, /status and /healthz. Port 0: in a pod with ``hostNetwork`` one
+    that is derived from its uid (``config/host_ports.py``), elsewhere any free port. http.json of
+    the run directory has the port."""
 
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65_535)] = 9_400

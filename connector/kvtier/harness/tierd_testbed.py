@@ -33,6 +33,7 @@ from kvtier.config.models import (
     Selection,
     Structural,
     TierDocument,
+    TierVolumeDocument,
     Topology,
 )
 from kvtier.config.writer import write, write_live
@@ -141,7 +142,8 @@ class TierdOptions:
     ``daemon``: with ``SIDECAR`` the test starts tierd, with ``ENGINE`` the stub engine does.
     ``file_bytes``: capacity of the file tier; None for no file tier. ``files``: directory of the
     file tier, by default below the testbed's. ``run_directory``: by default in ``/dev/shm``.
-    ``lmcache_url``: an lmcache tier takes the place of the file tier.
+    ``lmcache_url``: an lmcache tier takes the place of the file tier. ``volumes``: directories of
+    the file tier, if it has several; the capacity is divided equally.
     """
 
     daemon: Daemon = Daemon.SIDECAR
@@ -151,6 +153,7 @@ class TierdOptions:
     persistence: Literal["Process", "Pod"] = "Pod"
     files: Path | None = None
     lmcache_url: str = ""
+    volumes: tuple[Path, ...] = ()
 
 
 class TierdTestbed:
@@ -181,13 +184,21 @@ class TierdTestbed:
                 if options.lmcache_url
                 else FileSystemTierDocument(
                     name="disk",
-                    path=str(self.files),
+                    path="" if options.volumes else str(self.files),
+                    volumes=tuple(
+                        TierVolumeDocument(name=path.name, path=str(path))
+                        for path in options.volumes
+                    ),
                     sharing="Node",
                     read_threads=2,
                     write_threads=2,
                 )
             )
-            live["disk"] = LiveTier(capacity_bytes=options.file_bytes)
+            each = options.file_bytes // max(len(options.volumes), 1)
+            live["disk"] = LiveTier(
+                capacity_bytes=options.file_bytes,
+                volume_capacity_bytes={path.name: each for path in options.volumes},
+            )
         self.live = Live(generation=1, selection=Selection.WEIGHTED, min_load_tokens=0, tiers=live)
         self.topology = Topology(
             structural=Structural(

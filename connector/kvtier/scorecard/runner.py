@@ -11,10 +11,18 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from kvtier.scorecard import remote_faults, sealed_faults, small_disks, writers
+from kvtier.scorecard import (
+    announcement_faults,
+    file_systems,
+    remote_faults,
+    sealed_faults,
+    small_disks,
+    volume_faults,
+    writers,
+)
 from kvtier.scorecard.catalog import FAULTS, Fault, FaultContext
 from kvtier.scorecard.mount import FaultyMount
 from kvtier.scorecard.testbed import BUDGET_SECONDS, FaultTestbed, Measurements
@@ -30,7 +38,8 @@ PASS, FAIL, SKIPPED = "pass", "fail", "skipped"
 @dataclass(frozen=True, slots=True)
 class ScorecardOptions:
     """``directory``: a temporary directory is created below it. ``slack_seconds``: what a slow
-    machine may add to every wait.
+    machine may add to every wait. ``file_systems``: kinds of ``file_systems.KINDS`` on which the
+    faults of file tiers run, each in turn; none for that of ``directory``.
     """
 
     directory: Path
@@ -39,11 +48,13 @@ class ScorecardOptions:
     hang_seconds: float = 60.0
     writer_objects: int = 10_000
     slack_seconds: float = 0.0
+    file_systems: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ScorecardRow:
-    """The result of one fault. ``None``: not measured."""
+    """The result of one fault. ``None``: not measured. ``file_system``: the kind that was asked
+    for; empty for that of the directory, and without a file tier."""
 
     fault: str
     verdict: str
@@ -58,6 +69,7 @@ class ScorecardRow:
     loads: int = 0
     loaded: int = 0
     notes: list[str] = field(default_factory=list)
+    file_system: str = ""
 
 
 def names() -> list[str]:
@@ -66,8 +78,10 @@ def names() -> list[str]:
         [fault.name for fault in FAULTS]
         + [fault.name for fault in sealed_faults.SEALED_FAULTS]
         + list(small_disks.NAMES)
+        + list(volume_faults.VOLUME_FAULTS)
         + remote_faults.names()
         + [f"writers-{n}" for n in writers.COUNTS]
+        + list(announcement_faults.NAMES)
     )
 
 
@@ -80,36 +94,76 @@ def run_faults(
     selected = [name for name in names() if not options.faults or name in options.faults]
     home = Path(tempfile.mkdtemp(prefix="kvtier-faults-", dir=options.directory))
     try:
-        chosen = [fault for fault in FAULTS if fault.name in selected]
-        if chosen:
-            with _context(home / "testbed", options) as (context, no_mount_reason):
-                for fault in chosen:
-                    on_start(fault.name)
-                    yield _run(fault, context, no_mount_reason, options)
-        for sealed in sealed_faults.SEALED_FAULTS:
-            if sealed.name in selected:
-                on_start(sealed.name)
-                yield sealed_fault(sealed, home, options)
+        for kind in options.file_systems or ("",):
+            for row in _run_on(kind, home / kind, selected, options, on_start):
+                yield replace(row, file_system=kind)
         for server in remote_faults.SERVERS:
             rows = [name for name in remote_faults.names(server) if name in selected]
             if rows:
                 yield from _run_remote(server, rows, home / server, options, on_start)
-        for name in selected:
-            if name in small_disks.NAMES:
-                on_start(name)
-                yield small_disk(name, home, options)
-            elif name.startswith("writers-"):
-                on_start(name)
-                yield many_writers(int(name.removeprefix("writers-")), home, options)
     finally:
         shutil.rmtree(home, ignore_errors=True)
 
 
+def _run_on(
+    kind: str,
+    home: Path,
+    selected: list[str],
+    options: ScorecardOptions,
+    on_start: Callable[[str], None],
+) -> Iterator[ScorecardRow]:
+    """The faults of file tiers on a file system of this kind; empty for that of ``home``. What does
+    not belong to the tier is in ``home``."""
+    remote = set(remote_faults.names())
+    try:
+        with file_systems.provided(kind, home / "on") as place:
+            yield from _run_files(kind, home, place, selected, options, on_start)
+    except small_disks.DiskUnavailableError as error:
+        for name in selected:
+            if name not in remote:
+                yield ScorecardRow(name, SKIPPED, str(error))
+
+
+def _run_files(
+    kind: str,
+    home: Path,
+    place: Path,
+    selected: list[str],
+    options: ScorecardOptions,
+    on_start: Callable[[str], None],
+) -> Iterator[ScorecardRow]:
+    chosen = [fault for fault in FAULTS if fault.name in selected]
+    if chosen:
+        with _context(home / "testbed", place, options) as (context, no_mount_reason):
+            for fault in chosen:
+                on_start(fault.name)
+                yield _run(fault, context, no_mount_reason, options)
+    for sealed in sealed_faults.SEALED_FAULTS:
+        if sealed.name in selected:
+            on_start(sealed.name)
+            yield sealed_fault(sealed, home, options, place)
+    for name in selected:
+        if name in small_disks.NAMES:
+            on_start(name)
+            yield small_disk(name, home, options, kind or "ext4")
+        elif name in volume_faults.VOLUME_FAULTS:
+            on_start(name)
+            yield one_disk(name, home, options, place)
+        elif name.startswith("writers-"):
+            on_start(name)
+            yield many_writers(int(name.removeprefix("writers-")), place, options)
+        elif name in announcement_faults.NAMES:
+            on_start(name)
+            yield announcement_fault(name, home, options, place)
+
+
 @contextmanager
-def _context(home: Path, options: ScorecardOptions) -> Iterator[tuple[FaultContext, str]]:
-    below, files = home / "below", home / "tier"
+def _context(
+    home: Path, place: Path, options: ScorecardOptions
+) -> Iterator[tuple[FaultContext, str]]:
+    below, files = place / "below", home / "tier"
     below.mkdir(parents=True)
-    files.mkdir()
+    files.mkdir(parents=True)
     with ExitStack() as stack:
         reason = ""
         mount: FaultyMount | TierWrapper
@@ -201,12 +255,16 @@ def _run(
 
 
 def sealed_fault(
-    fault: sealed_faults.SealedFault, home: Path, options: ScorecardOptions
+    fault: sealed_faults.SealedFault,
+    home: Path,
+    options: ScorecardOptions,
+    place: Path | None = None,
 ) -> ScorecardRow:
-    """A fault of a directory with keys, with a daemon of its own."""
+    """A fault of a directory with keys, with a daemon of its own. ``place``: where the tier is, if
+    not in ``home``."""
     measurements = Measurements()
     try:
-        keyed = sealed_faults.KeyedTestbed(home / fault.name, fault.encryption)
+        keyed = sealed_faults.KeyedTestbed(home / fault.name, fault.encryption, place)
         testbed = keyed.testbed
         try:
             testbed.fill()
@@ -277,12 +335,14 @@ def judge(
     )
 
 
-def small_disk(name: str, home: Path, options: ScorecardOptions) -> ScorecardRow:
-    """ENOSPC and EROFS from a small real file system."""
+def small_disk(
+    name: str, home: Path, options: ScorecardOptions, kind: str = "ext4"
+) -> ScorecardRow:
+    """ENOSPC and EROFS from a small real file system of this kind."""
     directory = home / name
     directory.mkdir()
     try:
-        with small_disks.mounted(directory) as disk:
+        with small_disks.small(directory, kind) as disk:
             testbed = FaultTestbed(directory / "testbed", disk.path, disk.path)
             try:
                 measurements = Measurements()
@@ -302,6 +362,33 @@ def small_disk(name: str, home: Path, options: ScorecardOptions) -> ScorecardRow
             small_disks.MEANS,
         )
     return judge(name, small_disks.MEANS, measurements, options.slack_seconds)
+
+
+def one_disk(
+    name: str, home: Path, options: ScorecardOptions, place: Path | None = None
+) -> ScorecardRow:
+    """One of two volumes of a tier fails, with a daemon of its own. ``place``: where they are, if
+    not in ``home``."""
+    measurements = Measurements()
+    try:
+        with volume_faults.testbed(home / name, place) as context:
+            bed = context.testbed
+            bed.fill()
+            volume_faults.VOLUME_FAULTS[name](context, options.seconds, measurements)
+            if not bed.daemon_is_serving():
+                measurements.crashes += 1
+                measurements.notes.append("the daemon exited")
+            measurements.recovery_seconds = bed.recover()
+            measurements.wrong = bed.engine.seen.wrong
+    except volume_faults.MountUnavailableError as error:
+        return ScorecardRow(name, SKIPPED, str(error), volume_faults.MEANS)
+    except (OSError, TimeoutError, LookupError) as error:
+        reason = f"the fault could not be injected: {type(error).__name__}: {error}"
+        return ScorecardRow(name, FAIL, reason, volume_faults.MEANS)
+    if (text := _traceback(bed.tierd.log, 0)) is not None:
+        measurements.crashes += 1
+        measurements.notes.append(text)
+    return judge(name, volume_faults.MEANS, measurements, options.slack_seconds)
 
 
 def many_writers(count: int, home: Path, options: ScorecardOptions) -> ScorecardRow:
@@ -328,6 +415,18 @@ def many_writers(count: int, home: Path, options: ScorecardOptions) -> Scorecard
         loaded=found.read,
         notes=[f"{found.stored} stored, {found.dropped} dropped, {found.killed} writers killed"],
     )
+
+
+def announcement_fault(
+    name: str, home: Path, options: ScorecardOptions, place: Path
+) -> ScorecardRow:
+    """A fault of the logs of a directory that several processes share."""
+    try:
+        found = announcement_faults.run(name, place / name, home / f"{name}-nodes", options.seconds)
+    except (OSError, TimeoutError) as error:
+        reason = f"the fault could not be injected: {type(error).__name__}: {error}"
+        return ScorecardRow(name, FAIL, reason, announcement_faults.MEANS)
+    return judge(name, announcement_faults.MEANS, found, options.slack_seconds)
 
 
 def passed(rows: Iterable[ScorecardRow]) -> bool:

@@ -36,11 +36,11 @@ FOLLOW_SECONDS = 20.0
 class KeyedTestbed:
     """A testbed whose objects are sealed, and its keys."""
 
-    def __init__(self, directory: Path, encryption: Encryption) -> None:
+    def __init__(self, directory: Path, encryption: Encryption, place: Path | None = None) -> None:
         self.keys = directory / "keys"
         self.keys.mkdir(parents=True)
         self.set_keys(FIRST_KEY)
-        files = directory / "tier"
+        files = (place or directory) / f"{directory.name}-tier"
         files.mkdir()
         isolation = IsolationSettings(key_directory=str(self.keys), encryption=encryption)
         self.testbed = FaultTestbed(directory / "testbed", files, files, isolation=isolation)

@@ -26,15 +26,16 @@ class DiskUnavailableError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """A mounted file system."""
+    """A mounted file system. ``path``: the directory in it that is used."""
 
     path: Path
+    root: Path
 
     def remount(self, mode: str) -> None:
         """``ro`` or ``rw``."""
         for _ in range(40):
             done = subprocess.run(
-                ["mount", "-o", f"remount,{mode}", str(self.path)], capture_output=True, check=False
+                ["mount", "-o", f"remount,{mode}", str(self.root)], capture_output=True, check=False
             )
             if done.returncode == 0:
                 return
@@ -70,17 +71,58 @@ def mounted(directory: Path, kind: str = "ext4", size_bytes: int = SIZE_BYTES) -
                 f"{command[0]}: {done.stderr.decode(errors='replace').strip()}"
             )
     try:
-        yield Disk(path)
+        yield Disk(path, path)
     finally:
-        for options in ([], ["-l"]):
-            if (
-                subprocess.run(
-                    ["umount", *options, str(path)], capture_output=True, check=False
-                ).returncode
-                == 0
-            ):
-                break
-            time.sleep(0.5)
+        unmount(path)
+
+
+def unmount(path: Path) -> None:
+    """Unmounts a file system, later if it is busy."""
+    for options in ([], ["-l"]):
+        command = ["umount", *options, str(path)]
+        if subprocess.run(command, capture_output=True, check=False).returncode == 0:
+            break
+        time.sleep(0.5)
+
+
+XFS_BYTES = 320 << 20
+"""xfs makes no smaller file system."""
+
+
+@contextmanager
+def small(directory: Path, kind: str) -> Iterator[Disk]:
+    """A file system of ``kind`` with room for about ``SIZE_BYTES``.
+
+    Raises ``DiskUnavailableError``.
+    """
+    if kind == "tmpfs":
+        path = directory / "disk"
+        path.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={SIZE_BYTES}", "kvtier-faults", str(path)]
+        done = subprocess.run(command, capture_output=True, check=False)
+        if done.returncode != 0:
+            raise DiskUnavailableError(f"mount: {done.stderr.decode(errors='replace').strip()}")
+        try:
+            yield Disk(path, path)
+        finally:
+            unmount(path)
+    elif kind == "nfs":
+        raise DiskUnavailableError("an export cannot be made smaller or read-only from here")
+    elif kind == "xfs":
+        with mounted(directory, kind, XFS_BYTES) as disk:
+            found = os.statvfs(disk.path)
+            taken = found.f_bavail * found.f_frsize - SIZE_BYTES
+            descriptor = os.open(disk.path / "filler", os.O_CREAT | os.O_WRONLY, 0o600)
+            try:
+                os.posix_fallocate(descriptor, 0, taken)
+            finally:
+                os.close(descriptor)
+            place = disk.path / "tier"
+            place.mkdir()
+            yield Disk(place, disk.root)
+    else:
+        with mounted(directory) as disk:
+            yield disk
 
 
 def full(testbed: FaultTestbed, _: Disk, seconds: float, measurements: Measurements) -> None:

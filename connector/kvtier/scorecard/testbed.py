@@ -64,7 +64,12 @@ class SkewedTestbed(TierdTestbed):
     """
 
     def __init__(
-        self, directory: Path, files: Path, faults_file: Path | None, lmcache_url: str = ""
+        self,
+        directory: Path,
+        files: Path,
+        faults_file: Path | None,
+        lmcache_url: str = "",
+        volumes: tuple[Path, ...] = (),
     ) -> None:
         super().__init__(
             directory,
@@ -74,6 +79,7 @@ class SkewedTestbed(TierdTestbed):
                 files=files,
                 persistence="Process",
                 lmcache_url=lmcache_url,
+                volumes=volumes,
             ),
         )
         self._faults_file = faults_file
@@ -114,7 +120,8 @@ class FaultTestbed:
     """One tierd, its storage and one stub engine, for one fault.
 
     ``files``: the directory of the file tier as tierd sees it. ``below``: the same directory
-    without the faults. ``lmcache_url``: the tier is an lmcache tier instead.
+    without the faults. ``lmcache_url``: the tier is an lmcache tier instead. ``volumes``: the tier
+    has these directories instead of ``files``.
     """
 
     def __init__(
@@ -126,11 +133,12 @@ class FaultTestbed:
         isolation: IsolationSettings | None = None,
         *,
         lmcache_url: str = "",
+        volumes: tuple[Path, ...] = (),
     ) -> None:
         self.below = below
         self.stored_bytes: Callable[[], int] = lambda: directory_bytes(below)
         """Bytes that the storage holds, by its own word."""
-        self.tierd = SkewedTestbed(directory, files, faults_file, lmcache_url)
+        self.tierd = SkewedTestbed(directory, files, faults_file, lmcache_url, volumes)
         if isolation is not None:
             self.tierd.change(isolation=isolation)
         self._generation = 1

@@ -159,13 +159,14 @@ class PrefixCost:
 
     ``ends[i]``: tokens of the prompt up to the end of key i; the first key begins at
     ``start_tokens``. ``prefill``: None without an estimate. ``waited_seconds``: time since the
-    request's first lookup.
+    request's first lookup. ``whole``: the keys are of use together only.
     """
 
     start_tokens: int
     ends: tuple[int, ...]
     prefill: Prefill | None = None
     waited_seconds: float = 0.0
+    whole: bool = False
 
     def is_valid(self, keys: int) -> bool:
         """Whether this describes ``keys`` keys. It comes from an engine, and is not trusted."""

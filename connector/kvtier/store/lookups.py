@@ -19,7 +19,8 @@ from functools import partial
 from kvtier.store.context import StoreContext, Timer
 from kvtier.store.executor import IoCall
 from kvtier.store.presence import PresenceIndex
-from kvtier.store.secondary_tier import SecondaryTier, SecondaryTiers, reason_of
+from kvtier.store.secondary_tier import SecondaryTiers, reason_of
+from kvtier.store.tier_group import SecondaryTier
 from kvtier.tiers.base import ObjectRef
 
 LOOKUP_THREADS = 4
@@ -93,7 +94,7 @@ class TierLookups:
         self._context = context
         self._index = index
         self._tiers = tiers
-        self._paces = {secondary.index: _TierPace() for secondary in tiers.all}
+        self._paces = {secondary: _TierPace() for secondary in tiers.all}
         self._absent: OrderedDict[tuple[str, bytes], float] = OrderedDict()
 
     def begin(
@@ -123,7 +124,7 @@ class TierLookups:
         return True
 
     def _skip_reason(self, secondary: SecondaryTier, limit: float, now: float) -> str:
-        pace = self._paces[secondary.index]
+        pace = self._paces[secondary]
         if pace.calls >= MAX_CALLS or pace.late >= MAX_LATE:
             return "busy"
         if pace.average_seconds > limit and now - pace.asked_at < RETRY_SECONDS:
@@ -135,7 +136,7 @@ class TierLookups:
         context = self._context
         for key in lookup.keys[lookup.position : lookup.position + lookup.width]:
             for secondary in lookup.asked:
-                pace = self._paces[secondary.index]
+                pace = self._paces[secondary]
                 pace.asked_at = context.clock()
                 pace.calls += 1
                 one = _KeyLookup(lookup, secondary, ObjectRef(lookup.namespace, key))
@@ -144,11 +145,11 @@ class TierLookups:
                 one.call = IoCall(context.clock, work, partial(self._returned, one))
         for one in list(lookup.waiting):
             if one.call is not None:
-                one.call.submit(context.io, f"lookup:{one.secondary.name}")
+                one.call.submit(context.io, f"lookup:{one.secondary.lane}")
 
     def _returned(self, one: _KeyLookup, result: object, error: BaseException | None) -> None:
         lookup, secondary, call = one.lookup, one.secondary, one.call
-        pace = self._paces[secondary.index]
+        pace = self._paces[secondary]
         pace.calls -= 1
         pace.late -= one.late
         if call is not None:
@@ -197,7 +198,7 @@ class TierLookups:
         for one in [each for each in lookup.waiting if each.secondary is secondary]:
             lookup.waiting.remove(one)
             self._context.count("tier_lookups", secondary.name, "timed_out")
-            pace = self._paces[secondary.index]
+            pace = self._paces[secondary]
             if one.call is not None and one.call.revoke():
                 pace.calls -= 1
             else:

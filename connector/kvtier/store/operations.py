@@ -15,9 +15,9 @@ from kvtier.keys import group_prefix
 from kvtier.store.context import Timer
 from kvtier.store.cost_model import Batch
 from kvtier.store.executor import IoCall
-from kvtier.store.secondary_tier import SecondaryTier
 from kvtier.store.selection import LoadDeadline
 from kvtier.store.state import Entry, ObjectGeometry, Slot, SlotRequest
+from kvtier.store.tier_group import SecondaryTier
 from kvtier.store.types import EngineInfo
 
 MAX_PARALLEL = 1 << 30
@@ -112,7 +112,7 @@ class Promotion:
         self.reads: dict[int, Read] = {}
         self.verifying: set[int] = set()
         self.not_started: dict[int, deque[int]] = {}
-        self.batches: dict[int, Batch] = {}
+        self.batches: dict[SecondaryTier, Batch] = {}
         self.parallel = MAX_PARALLEL
         self.end_tokens: tuple[int, ...] = ()
         self.deadline = LoadDeadline(0.0)

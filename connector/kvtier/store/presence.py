@@ -17,6 +17,7 @@ from kvtier.key_table import KeyTable
 from kvtier.store.context import StoreContext
 from kvtier.store.types import MEMORY_BIT, RAM_BITS, PresenceChanged
 from kvtier.tiers.base import ObjectRef, Tier
+from kvtier.tiers.volume_set import VolumeSet
 
 MAX_QUEUED_CHANGES = 65_536
 """Queued announcements. Beyond this the tier's keys are listed again instead."""
@@ -45,6 +46,10 @@ class ChangeQueue:
             self._lost[tier_index - 1] = True
         else:
             self._queue.put((namespace, key, tier_index, present))
+
+    def relist(self, tier_index: int) -> None:
+        """Lists the tier with this index again, because other objects of it can be served now."""
+        self._lost[tier_index - 1] = True
 
     def take(self, limit: int) -> list[tuple[str, bytes, int, bool]]:
         """Up to ``limit`` changes, in order."""
@@ -201,7 +206,11 @@ class PresenceIndex:
             self._closed.pop()
         # Changes lost while a tier is being listed cause another listing afterwards.
         lost = self.changes.take_lost({i for i, _ in self._listings})
-        for namespace, key, tier_index, present in self.changes.take(MAX_CHANGES_PER_PUMP):
+        for namespace, key, tier_index, announced in self.changes.take(MAX_CHANGES_PER_PUMP):
+            tier = self._tiers[tier_index - 1]
+            # What one volume announces says nothing about the others.
+            whole = not isinstance(tier, VolumeSet)
+            present = announced if whole else tier.contains(ObjectRef(namespace, key))
             self.change(namespace, key, MEMORY_BIT << tier_index, present)
         for i in lost:
             self._context.count("presence_relisted", self._tiers[i].name)

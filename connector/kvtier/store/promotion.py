@@ -22,9 +22,10 @@ from kvtier.store.lookups import TierLookups
 from kvtier.store.memory_tier import ResidentObjects
 from kvtier.store.operations import EngineState, Promotion
 from kvtier.store.recovery import RecoveredObjects
-from kvtier.store.secondary_tier import SecondaryTier, SecondaryTiers
+from kvtier.store.secondary_tier import SecondaryTiers
 from kvtier.store.selection import LOOKUP_SHARE, LoadPlanner, PrefixSources
 from kvtier.store.state import Entry
+from kvtier.store.tier_group import TierGroup
 from kvtier.store.tier_reads import TierReads
 from kvtier.store.types import PromotionEnded, PromotionOutcome
 
@@ -232,7 +233,7 @@ class Promotions:
             budget_seconds + waited,
         )
         for tier in decision.too_slow:
-            self._probe_tier(engine, self._tiers.all[tier - 1], prefix)
+            self._probe_tier(engine, self._tiers.groups[tier - 1], prefix)
         chosen = decision.chosen
         length = chosen.keys if chosen is not None else 0
         if length < len(prefix.keys):
@@ -314,21 +315,26 @@ class Promotions:
         room[kind.slot_bytes] -= 1
         return secondary.index
 
-    def _probe_tier(
-        self, engine: EngineState, secondary: SecondaryTier, prefix: _PromotionPrefix
-    ) -> None:
+    def _probe_tier(self, engine: EngineState, group: TierGroup, prefix: _PromotionPrefix) -> None:
         """Measures a tier that was found too slow: reads as many of the prefix's keys as the tier
         has threads."""
-        if not self._planner.probe_due(secondary):
+        due = [member for member in group.members if self._planner.probe_due(member)]
+        if not due:
             return
-        self._context.count("tier_probe_reads", secondary.name)
-        batch = secondary.model.begin(self._context.clock())
-        positions = [p for p, source in enumerate(prefix.sources) if source == secondary.index]
-        for position in positions[: secondary.read_threads]:
+        self._context.count("tier_probe_reads", group.name)
+        batches = {member: member.model.begin(self._context.clock()) for member in due}
+        left = {member: member.read_threads for member in due}
+        positions = [p for p, source in enumerate(prefix.sources) if source == group.index]
+        for position in positions:
             key, geometry = prefix.keys[position], engine.geometries[prefix.groups[position]]
+            secondary = self._tiers.best_for(engine.namespace, key)
+            if secondary is None or not left.get(secondary):
+                continue
             if self._allocator.spare(geometry.kind) <= secondary.read_threads:
                 return  # Slots are scarce. A measurement does not justify an eviction.
+            left[secondary] -= 1
             if self._reads.get(engine.namespace, key) is None:
+                batch = batches[secondary]
                 read = self._reads.start(engine.namespace, key, geometry, secondary, batch)
                 self._reads.wait(read, _ProbeRead())
 
@@ -387,10 +393,10 @@ class Promotions:
             secondary = self._tiers.best_for(engine.namespace, key)
             if secondary is None:
                 return False
-            batch = promotion.batches.get(secondary.index)
+            batch = promotion.batches.get(secondary)
             if batch is None:
                 batch = secondary.model.begin(self._context.clock(), promotion.parallel)
-                promotion.batches[secondary.index] = batch
+                promotion.batches[secondary] = batch
             geometry = engine.geometries[promotion.groups[position]]
             read = self._reads.start(engine.namespace, key, geometry, secondary, batch)
             if position and promotion.groups[position - 1] == promotion.groups[position]:

@@ -7,10 +7,7 @@ Only the store's thread uses this module.
 
 from __future__ import annotations
 
-import sys
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 from kvtier.config.models import Live, LiveTier
@@ -21,99 +18,14 @@ from kvtier.errors import (
     TierMissError,
     TierNoSpaceError,
 )
-from kvtier.store.context import StoreContext, Timer
-from kvtier.store.cost_model import TierModel
+from kvtier.store.context import StoreContext
 from kvtier.store.executor import IoCall
 from kvtier.store.presence import PresenceIndex
-from kvtier.store.types import MEMORY_BIT, RAM_BITS, Clock, UsableTiersChanged
-from kvtier.tiers.base import Tier, TierLimits
-
-NEGATIVE_SECONDS = 30.0
-"""How long a corrupt or vanished object is not read again."""
-MAX_NEGATIVE = 65_536
-
-
-def limits_of(live: LiveTier) -> TierLimits:
-    """The live values that a tier applies itself."""
-    return TierLimits(
-        capacity_bytes=sys.maxsize if live.capacity_bytes is None else live.capacity_bytes,
-        high_watermark_percent=live.high_watermark_percent,
-        low_watermark_percent=live.low_watermark_percent,
-        retention_seconds=live.retention_seconds,
-        sync_data=live.sync_data,
-        load_timeout_seconds=live.load_timeout_seconds,
-        min_free_bytes=live.min_free_bytes,
-        min_free_percent=live.min_free_percent,
-    )
-
-
-class TierBreaker:
-    """Closed: the tier is used. Open: it is suspended. ``cause`` and ``since`` describe the present
-    state.
-
-    The caller passes in the time, and decides what counts as a failure.
-    """
-
-    def __init__(self, failure_threshold: int, now: float) -> None:
-        self.failure_threshold = failure_threshold
-        self.open = False
-        self.cause = ""
-        self.since = now
-        self.failures = 0
-
-    def success(self) -> None:
-        """An operation succeeded: the count of consecutive failures starts over."""
-        self.failures = 0
-
-    def failure(self, cause: str, now: float) -> bool:
-        """An operation failed. True if that opened the breaker."""
-        self.failures += 1
-        if self.open or self.failures < self.failure_threshold:
-            return False
-        return self.trip(cause, now)
-
-    def trip(self, cause: str, now: float) -> bool:
-        """Opens the breaker at once; True if it was closed."""
-        if self.open:
-            return False
-        self.open, self.cause, self.since = True, cause, now
-        return True
-
-    def close(self, now: float) -> None:
-        """Closes the breaker, because a probe succeeded."""
-        self.open, self.cause, self.since, self.failures = False, "", now, 0
-
-
-class NegativeCache:
-    """Objects of one tier that are not read for a while. Beyond ``MAX_NEGATIVE`` the oldest are
-    dropped."""
-
-    def __init__(self) -> None:
-        self._until: OrderedDict[tuple[str, bytes], float] = OrderedDict()
-
-    def add(self, namespace: str, key: bytes, now: float) -> None:
-        """Adds an object that is corrupt or has vanished."""
-        self._until.pop((namespace, key), None)
-        self._until[namespace, key] = now + NEGATIVE_SECONDS
-        if len(self._until) > MAX_NEGATIVE:
-            self._until.popitem(last=False)
-
-    def discard(self, namespace: str, key: bytes) -> None:
-        """Removes an object, because it was written."""
-        self._until.pop((namespace, key), None)
-
-    def has(self, namespace: str, key: bytes, now: float) -> bool:
-        """Whether the object must not be read."""
-        if not self._until:
-            return False
-        until = self._until.get((namespace, key))
-        if until is None:
-            return False
-        if until <= now:
-            del self._until[namespace, key]
-            return False
-        return True
-
+from kvtier.store.tier_group import FULL_SECONDS, SecondaryTier, TierGroup, TierPlace
+from kvtier.store.tier_health import TierBreaker
+from kvtier.store.types import RAM_BITS, Clock, UsableTiersChanged
+from kvtier.tiers.base import ObjectRef, Tier
+from kvtier.tiers.volume_set import VolumeSet
 
 BURST_SECONDS = 1.0
 
@@ -161,33 +73,19 @@ class WriteBudget:
         self._left += size_bytes
 
 
-MIN_LATE_SECONDS = 1.0
-LATE_FACTOR = 3.0
-"""A read is late once it takes longer than ``max(LATE_FACTOR x average, MIN_LATE_SECONDS)``."""
-AVERAGE_WEIGHT = 0.2
-"""Weight of the latest read in the running average, which follows a change within about ten reads.
-"""
 MAINTAIN_SECONDS = 5.0
+DEFAULT_THREADS = 8
 
 
-@dataclass(frozen=True, slots=True)
-class StoreTierState:
-    """The state of one tier for reports. ``state``: Healthy, Degraded, BreakerOpen, or Unknown
-    before the first open. ``since_seconds``: when the breaker last changed, in seconds of the
-    store's clock."""
-
-    name: str
-    state: str
-    used_bytes: int
-    capacity_bytes: int
-    objects: int
-    pending_store_bytes: int
-    last_error: str = ""
-    cause: str = ""
-    since_seconds: float = 0.0
-    late_reads: int = 0
-    volume_bytes: int = 0
-    volume_available_bytes: int = 0
+def _members(
+    index: int, tier: Tier, threads: Mapping[str, int], live: Live, now: float
+) -> Iterator[SecondaryTier]:
+    settings = live.tiers.get(tier.name, LiveTier())
+    for part in tier.volumes if isinstance(tier, VolumeSet) else (tier,):
+        place = TierPlace(index, tier.name, "" if part is tier else part.name)
+        breaker = TierBreaker(live.breaker.failure_threshold, now)
+        count = threads.get(f"read:{place.lane}", DEFAULT_THREADS)
+        yield SecondaryTier(place, part, settings, count, breaker, now)
 
 
 def reason_of(error: BaseException) -> str:
@@ -195,59 +93,15 @@ def reason_of(error: BaseException) -> str:
     return error.reason if isinstance(error, TierError) else "unexpected"
 
 
-class SecondaryTier:
-    """One secondary tier. ``index``: its position in the topology. ``late_reads``: hung reads that
-    have not returned."""
-
-    def __init__(
-        self, index: int, tier: Tier, settings: LiveTier, threads: int, threshold: int, now: float
-    ) -> None:
-        self.index = index
-        self.bit = MEMORY_BIT << index
-        self.tier = tier
-        self.name = tier.name
-        self.settings = settings
-        self.read_threads = threads
-        self.breaker = TierBreaker(threshold, now)
-        self.negative = NegativeCache()
-        self.opened = False
-        self.checked_at = now
-        """When the last check of a suspended tier started."""
-        self.next_check: Timer | None = None
-        self.late_reads = 0
-        self.pending_store_bytes = 0
-        self.unindexed = 0
-        """Objects without room in the tier's index, as counted so far."""
-        self.counted: dict[tuple[str, str], int] = {}
-        """The tier's own totals, as counted so far."""
-        self.average_read_seconds: float | None = None
-        self.model = TierModel(threads)
-        self.last_error = ""
-
-    @property
-    def usable(self) -> bool:
-        """Whether the tier may be read and written."""
-        return self.opened and not self.breaker.open
-
-    @property
-    def late_seconds(self) -> float:
-        """A read that takes longer than this is late."""
-        return max(MIN_LATE_SECONDS, LATE_FACTOR * (self.average_read_seconds or 0.0))
-
-    def observe_read(self, seconds: float) -> None:
-        """Adds the duration of a successful read to the average."""
-        old = self.average_read_seconds
-        self.average_read_seconds = (
-            seconds if old is None else old + AVERAGE_WEIGHT * (seconds - old)
-        )
-
-
 class SecondaryTiers:
     """All secondary tiers, their breakers and their maintenance.
 
     ``usable_bits``: presence bits of RAM and of the tiers that may be used. Schedulers are notified
     of changes, so that no request waits for keys that only a suspended tier has. The tier's keys
-    stay in the index: the notification costs the same whatever their number.
+    stay in the index: the notification costs the same whatever their number. If one volume of a
+    tier is suspended, the tier is listed again without its keys.
+
+    ``groups``: the tiers in the order of the topology. ``all``: their members, one for each volume.
     """
 
     def __init__(
@@ -255,7 +109,7 @@ class SecondaryTiers:
         context: StoreContext,
         index: PresenceIndex,
         tiers: Sequence[Tier],
-        threads: Sequence[int],
+        threads: Mapping[str, int],
         live: Live,
     ) -> None:
         self._suspend_handlers: list[Callable[[SecondaryTier], None]] = []
@@ -263,18 +117,12 @@ class SecondaryTiers:
         self._context = context
         self._index = index
         self._period_seconds = float(live.breaker.period_seconds)
-        now = context.clock()
-        self.all = [
-            SecondaryTier(
-                i + 1,
-                tier,
-                live.tiers.get(tier.name, LiveTier()),
-                threads[i],
-                live.breaker.failure_threshold,
-                now,
-            )
+        self.groups = [
+            TierGroup(tier, list(_members(i + 1, tier, threads, live, context.clock())))
             for i, tier in enumerate(tiers)
         ]
+        self.all = [member for group in self.groups for member in group.members]
+        self._group_of = {member: group for group in self.groups for member in group.members}
         self.usable_bits = RAM_BITS
         self.asked_bits = 0
         """Of the usable tiers that are asked for keys that the index lacks."""
@@ -299,12 +147,20 @@ class SecondaryTiers:
             secondary.breaker.failure_threshold = live.breaker.failure_threshold
             if secondary.next_check is not None:
                 self._schedule_check(secondary, secondary.checked_at)
-            settings = live.tiers.get(secondary.name)
+        for group in self.groups:
+            settings = live.tiers.get(group.name)
             if settings is None:
-                self._context.count("settings_missing", secondary.name)
-                continue
-            secondary.settings = settings
-            secondary.tier.configure(limits_of(settings))
+                self._context.count("settings_missing", group.name)
+            else:
+                group.configure(settings)
+
+    def group_of(self, secondary: SecondaryTier) -> TierGroup:
+        """The tier that this is, or is a volume of."""
+        return self._group_of[secondary]
+
+    def target(self, group: TierGroup, ref: ObjectRef) -> SecondaryTier:
+        """The member that a new object belongs to."""
+        return group.target(ref, self._context.clock())
 
     def holds(self, namespace: str, key: bytes) -> bool:
         """Whether the key is in RAM or in a usable tier, as far as the index knows."""
@@ -316,14 +172,11 @@ class SecondaryTiers:
         bits = self._index.bits(namespace, key) & ~excluded_bits
         best: SecondaryTier | None = None
         now = self._context.clock()
-        for secondary in self.all:
-            if (
-                bits & secondary.bit
-                and secondary.usable
-                and (best is None or secondary.settings.load_weight > best.settings.load_weight)
-                and not secondary.negative.has(namespace, key, now)
+        for group in self.groups:
+            if bits & group.bit and (
+                best is None or group.settings.load_weight > best.settings.load_weight
             ):
-                best = secondary
+                best = group.holder(namespace, key, now) or best
         return best
 
     def note_error(
@@ -335,6 +188,8 @@ class SecondaryTiers:
         self._reason(secondary, error)
         if isinstance(error, TierMissError | TierCorruptError):
             secondary.negative.add(namespace, key, now)
+        if isinstance(error, TierNoSpaceError):
+            secondary.full_until = now + FULL_SECONDS
         self._note_failure(secondary, error)
 
     def _reason(self, secondary: SecondaryTier, error: BaseException) -> str:
@@ -371,10 +226,15 @@ class SecondaryTiers:
     def _suspend(self, secondary: SecondaryTier) -> None:
         context = self._context
         context.count("breaker_opened", secondary.name, secondary.breaker.cause)
+        self._set_serving(secondary, False)
         self._schedule_check(secondary, context.clock())
         self._announce_usable()
         for handler in self._suspend_handlers:
             handler(secondary)
+
+    def _set_serving(self, secondary: SecondaryTier, serving: bool) -> None:
+        if self.group_of(secondary).set_serving(secondary, serving):
+            self._index.changes.relist(secondary.index)
 
     def _schedule_check(self, secondary: SecondaryTier, since: float) -> None:
         """Schedules a check one period after ``since``. A change of the period applies to a
@@ -401,7 +261,7 @@ class SecondaryTiers:
             self._submit_open(secondary)
             return
         IoCall(self._context.clock, secondary.tier.check, partial(self._probed, secondary)).submit(
-            self._context.io, f"check:{secondary.name}"
+            self._context.io, f"check:{secondary.lane}"
         )
 
     def _probed(
@@ -414,6 +274,7 @@ class SecondaryTiers:
         if error is None and 2 * secondary.late_reads < secondary.read_threads:
             secondary.breaker.close(context.clock())
             context.count("breaker_closed", secondary.name)
+            self._set_serving(secondary, True)
             self._resume()
             return
         reason = "hung" if error is None else self._reason(secondary, error)
@@ -426,7 +287,7 @@ class SecondaryTiers:
 
         call = partial(secondary.tier.open, announce)
         IoCall(self._context.clock, call, partial(self._open_ended, secondary)).submit(
-            self._context.io, f"maintain:{secondary.name}"
+            self._context.io, f"maintain:{secondary.lane}"
         )
 
     def _open_ended(
@@ -437,6 +298,7 @@ class SecondaryTiers:
             secondary.opened = True
             self._count_totals(secondary)
             secondary.breaker.close(context.clock())
+            self._set_serving(secondary, True)
             context.timers.at(
                 context.clock() + MAINTAIN_SECONDS, partial(self._maintain, secondary)
             )
@@ -445,6 +307,7 @@ class SecondaryTiers:
         reason = self._reason(secondary, error)
         context.count("tier_open_failed", secondary.name, reason)
         secondary.breaker.trip(reason, context.clock())
+        self._set_serving(secondary, False)
         self._schedule_check(secondary, context.clock())
 
     def _resume(self) -> None:
@@ -454,10 +317,10 @@ class SecondaryTiers:
 
     def _announce_usable(self) -> None:
         bits, asked = RAM_BITS, 0
-        for secondary in self.all:
-            if secondary.usable:
-                bits |= secondary.bit
-                asked |= secondary.bit if secondary.tier.asks_on_miss else 0
+        for group in self.groups:
+            if group.usable:
+                bits |= group.bit
+                asked |= group.bit if group.tier.asks_on_miss else 0
         if (bits, asked) != (self.usable_bits, self.asked_bits):
             self.usable_bits, self.asked_bits = bits, asked
             self._context.emit(UsableTiersChanged(bits))
@@ -470,7 +333,7 @@ class SecondaryTiers:
             )
             return
         IoCall(context.clock, secondary.tier.maintain, partial(self._maintained, secondary)).submit(
-            context.io, f"maintain:{secondary.name}"
+            context.io, f"maintain:{secondary.lane}"
         )
 
     def _maintained(
@@ -498,26 +361,3 @@ class SecondaryTiers:
             if more > 0:
                 self._context.count(name, secondary.name, reason, more)
                 secondary.counted[name, reason] = total
-
-    def tier_state(self, secondary: SecondaryTier) -> StoreTierState:
-        """The state of one tier for reports."""
-        if secondary.breaker.open:
-            state = "BreakerOpen"
-        elif not secondary.opened:
-            state = "Unknown"
-        else:
-            state = "Degraded" if secondary.breaker.failures or secondary.late_reads else "Healthy"
-        usage = secondary.tier.usage()
-        return StoreTierState(
-            secondary.name,
-            state,
-            usage.used_bytes,
-            usage.capacity_bytes,
-            usage.objects,
-            secondary.pending_store_bytes,
-            secondary.last_error,
-            secondary.breaker.cause,
-            secondary.breaker.since,
-            secondary.late_reads,
-            *secondary.tier.volume(),
-        )

@@ -25,7 +25,8 @@ from itertools import accumulate, pairwise
 from kvtier.config.models import Live, Selection
 from kvtier.store.context import StoreContext
 from kvtier.store.cost_model import IMMEDIATE, Prefill, PrefixCost, TierEstimate
-from kvtier.store.secondary_tier import SecondaryTier, SecondaryTiers
+from kvtier.store.secondary_tier import SecondaryTiers
+from kvtier.store.tier_group import SecondaryTier, TierGroup
 
 LOSS_SHARE = 0.5
 """Share of the recomputing time that waiting may cost."""
@@ -374,18 +375,24 @@ class LoadPlanner:
     ) -> tuple[Decision, LoadDeadline]:
         """What to load, and the deadline for it. ``limit_seconds`` counts from the request's first
         lookup."""
-        if self._selection is Selection.COST and cost is not None:
+        if cost is not None and cost.whole and len(sources.tiers) < len(cost.ends):
+            decision, deadline = Decision(None, (), "nothing_usable"), LoadDeadline(limit_seconds)
+        elif self._selection is Selection.COST and cost is not None:
             decision, deadline = self._by_cost(sources, cost, limit_seconds)
         else:
             weights = [self._memory_weight] + [
-                secondary.settings.load_weight for secondary in self._tiers.all
+                group.settings.load_weight for group in self._tiers.groups
             ]
             tiers = sources.tiers
             decision = choose_prefix(self._selection, tiers, weights, [1] * len(tiers))
+            if cost is not None and cost.whole:
+                # The scheduler side has chosen already.
+                whole = prefix_candidates(tiers, weights, [1] * len(tiers))[-1:]
+                decision = replace(decision, chosen=whole[0] if whole else None, runners_up=())
             deadline = LoadDeadline(limit_seconds)
         self._context.count("selections", "", decision.reason)
         if _log.isEnabledFor(logging.DEBUG):
-            names = ["RAM", *(secondary.name for secondary in self._tiers.all)]
+            names = ["RAM", *(group.name for group in self._tiers.groups)]
             _log.debug("%s", decision.explain(names))
         return decision, deadline
 
@@ -394,6 +401,9 @@ class LoadPlanner:
     ) -> tuple[Decision, LoadDeadline]:
         now = self._context.clock()
         used = set(sources.tiers)
+        least = self._min_load_tokens
+        if cost.whole and cost.ends:
+            least = max(least, cost.ends[-1] - cost.start_tokens)
         memory = TierLoad(self._memory_weight, IMMEDIATE)
         query = CostQuery(
             [
@@ -404,19 +414,19 @@ class LoadPlanner:
             ],
             [memory]
             + [
-                _tier_load(secondary, now) if secondary.index in used else memory
-                for secondary in self._tiers.all
+                _tier_load(group, now) if group.index in used else memory
+                for group in self._tiers.groups
             ],
             cost.start_tokens,
             cost.ends[len(sources.tiers) - 1] if sources.tiers else cost.start_tokens,
             cost.prefill,
             limit_seconds,
             cost.waited_seconds,
-            self._min_load_tokens,
+            least,
         )
         decision = choose_by_cost(query)
         for tier in decision.too_slow:
-            self._context.count("tier_too_slow", self._tiers.all[tier - 1].name)
+            self._context.count("tier_too_slow", self._tiers.groups[tier - 1].name)
         return decision, query.deadline(decision.chosen.keys if decision.chosen is not None else 0)
 
     def probe_due(self, secondary: SecondaryTier) -> bool:
@@ -429,12 +439,5 @@ class LoadPlanner:
         )
 
 
-def _tier_load(secondary: SecondaryTier, now: float) -> TierLoad:
-    model = secondary.model
-    return TierLoad(
-        secondary.settings.load_weight,
-        model.estimate(now),
-        max(1, secondary.read_threads - secondary.late_reads),
-        model.queued_reads,
-        model.queued_bytes,
-    )
+def _tier_load(group: TierGroup, now: float) -> TierLoad:
+    return TierLoad(group.settings.load_weight, *group.load(now))

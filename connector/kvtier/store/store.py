@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kvtier.config.models import Live, MemoryTierDocument, Topology
+from kvtier.config.models import FileSystemTierDocument, Live, MemoryTierDocument, Topology
 from kvtier.store.allocator import SlotAllocator
 from kvtier.store.context import StoreContext, StoreRuntime
 from kvtier.store.cost_model import PrefixCost
@@ -33,17 +33,16 @@ from kvtier.store.prefetch import Prefetches
 from kvtier.store.presence import PresenceIndex
 from kvtier.store.promotion import ObjectSources, Promotions
 from kvtier.store.recovery import VERIFY_LANE, OrphanedReads, PoolRecovery, RecoveredObjects
-from kvtier.store.secondary_tier import SecondaryTiers, StoreTierState
+from kvtier.store.secondary_tier import SecondaryTiers
 from kvtier.store.selection import LoadPlanner
 from kvtier.store.slot_pool import SlotPool
 from kvtier.store.state import Entry
+from kvtier.store.tier_group import StoreTierState
 from kvtier.store.tier_reads import TierReads
 from kvtier.store.transfers import Reservations, StoreLoads
 from kvtier.store.types import MEMORY_BIT, RAM_BITS, Accounts, ChunkId, EngineInfo, StoreEvent
 from kvtier.store.write_through import HASH_LANE, Checksummer, WriteThrough
 from kvtier.tiers.base import Tier
-
-DEFAULT_THREADS = 8
 
 
 def executor_lanes(topology: Topology) -> dict[str, int]:
@@ -52,10 +51,12 @@ def executor_lanes(topology: Topology) -> dict[str, int]:
     for tier in topology.structural.tiers:
         if isinstance(tier, MemoryTierDocument):
             continue
-        found[f"read:{tier.name}"] = tier.read_threads
-        found[f"write:{tier.name}"] = tier.write_threads
-        found[f"lookup:{tier.name}"] = LOOKUP_THREADS
-        found[f"check:{tier.name}"] = found[f"maintain:{tier.name}"] = 1
+        volumes = tier.volumes if isinstance(tier, FileSystemTierDocument) else ()
+        for each in [f"{tier.name}/{volume.name}" for volume in volumes] or [tier.name]:
+            found[f"read:{each}"] = tier.read_threads
+            found[f"write:{each}"] = tier.write_threads
+            found[f"lookup:{each}"] = LOOKUP_THREADS
+            found[f"check:{each}"] = found[f"maintain:{each}"] = 1
     return found
 
 
@@ -91,7 +92,6 @@ class TierStore:
         self._memory_name = "memory" if document is None else document.name
         arc = document is not None and document.eviction_policy == "ARC"
         lanes, live = executor_lanes(topology), topology.live
-        read_threads = [lanes.get(f"read:{tier.name}", DEFAULT_THREADS) for tier in tiers]
         # Checksums may pin half of the pool, and writes to secondary tiers the other half: a hung
         # disk leaves room for loads.
         checksum_bytes, write_bytes = pool_bytes // 2, pool_bytes // 2 // max(1, len(tiers))
@@ -102,7 +102,7 @@ class TierStore:
         resident = self._resident = ResidentObjects(
             context, pool, index, lambda: policy(_identify, _previous, index.in_secondary_tier)
         )
-        self._tiers = SecondaryTiers(context, index, tiers, read_threads, live)
+        self._tiers = SecondaryTiers(context, index, tiers, lanes, live)
         self._engines = EngineRegistry(context, pool, resident)
         self._allocator = SlotAllocator(context, pool, resident, index, self._engines)
         reads = TierReads(context, pool, resident, self._tiers, self._allocator, recovery.read_log)
@@ -382,4 +382,4 @@ class TierStore:
             objects=len(self._resident),
             pending_store_bytes=self._checksummer.pending_bytes,
         )
-        return [memory] + [self._tiers.tier_state(secondary) for secondary in self._tiers.all]
+        return [memory] + [group.report() for group in self._tiers.groups]

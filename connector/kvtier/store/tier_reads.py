@@ -18,10 +18,11 @@ from kvtier.store.cost_model import Batch
 from kvtier.store.executor import IoCall
 from kvtier.store.memory_tier import ResidentObjects
 from kvtier.store.operations import KeyWaiter, Read
-from kvtier.store.secondary_tier import SecondaryTier, SecondaryTiers, reason_of
+from kvtier.store.secondary_tier import SecondaryTiers, reason_of
 from kvtier.store.slot_pool import SlotPool
 from kvtier.store.slot_table import ReadLog
 from kvtier.store.state import Entry, ObjectGeometry, Slot, SlotRequest, SlotState
+from kvtier.store.tier_group import SecondaryTier
 from kvtier.tiers.base import ObjectMeta, ObjectRef
 
 JOIN_FACTOR = 1.5
@@ -104,7 +105,7 @@ class TierReads:
         if self._log is not None and not self._log.begin(self._pool.location(slot)):
             work = _fail_unlogged
         read.call = IoCall(context.clock, work, partial(self._returned, read))
-        read.call.submit(context.io, f"read:{secondary.name}")
+        read.call.submit(context.io, f"read:{secondary.lane}")
         limit = context.clock() + secondary.settings.load_timeout_seconds
         read.timer = context.timers.at(limit, partial(self._time_out, read))
 

@@ -24,8 +24,9 @@ from kvtier.store.admission import admit_predecessors
 from kvtier.store.context import StoreContext, Timer
 from kvtier.store.executor import IoCall
 from kvtier.store.memory_tier import ResidentObjects
-from kvtier.store.secondary_tier import SecondaryTier, SecondaryTiers, WriteBudget, reason_of
+from kvtier.store.secondary_tier import SecondaryTiers, WriteBudget, reason_of
 from kvtier.store.state import Entry
+from kvtier.store.tier_group import SecondaryTier
 from kvtier.tiers.base import ObjectMeta, aligned
 from kvtier.tiers.checksum import Checksum
 
@@ -93,6 +94,10 @@ class _Backlog:
                 return entry
         return None
 
+    def clear(self) -> None:
+        """Removes everything, because it is written elsewhere."""
+        self._waiting.clear()
+
     def remove(self, entry: Entry) -> None:
         """Removes an object that is written or hashed now."""
         self._waiting.pop(entry, None)
@@ -112,14 +117,14 @@ class WriteThrough:
         self._resident = resident
         self._tiers = tiers
         self._max_pinned_bytes = max_pinned_bytes
-        self._writes: dict[tuple[int, Entry], IoCall] = {}
+        self._writes: dict[tuple[SecondaryTier, Entry], IoCall] = {}
         self._backlogs = {
-            secondary.index: _Backlog(
+            secondary: _Backlog(
                 resident, partial(context.count, "tier_writes_dropped", secondary.name, "evicted")
             )
             for secondary in tiers.all
         }
-        self._budgets = {secondary.index: WriteBudget(context.clock) for secondary in tiers.all}
+        self._budgets = {group.index: WriteBudget(context.clock) for group in tiers.groups}
         self._budget_timers: dict[int, Timer] = {}
         """By tier: when the budget allows the next write of the backlog."""
         self._missing: Iterator[Entry] | None = None
@@ -152,10 +157,12 @@ class WriteThrough:
             self._missing = None
 
     def configured(self) -> None:
-        """Live settings have changed: what waits for a budget may be written at once."""
+        """Live settings have changed: what waits for a budget may be written at once, and so may
+        what another policy kept out, or what has failed."""
         for secondary in self._tiers.all:
             self._stop_timer(secondary)
             self._draw(secondary)
+        self._write_missing()
 
     def maybe_write(self, entry: Entry) -> None:
         """Writes an object with checksums to every tier whose policy asks for it and that does not
@@ -171,18 +178,18 @@ class WriteThrough:
         meta = entry.meta
         if meta is None:
             return
-        for secondary in self._tiers.all:
-            policy = secondary.settings.store_policy
+        for group in self._tiers.groups:
+            policy = group.settings.store_policy
             if (
-                entry.busy & secondary.bit
+                entry.busy & group.bit
                 or policy is StorePolicy.NONE
-                or secondary.tier.contains(entry.ref)
+                or group.tier.contains(entry.ref)
             ):
                 continue
             if policy is StorePolicy.REUSED and entry.uses < 2:
-                self._context.count("tier_writes_skipped", secondary.name, "not_reused")
+                self._context.count("tier_writes_skipped", group.name, "not_reused")
                 continue
-            self._write(secondary, entry, meta)
+            self._write(self._tiers.target(group, entry.ref), entry, meta)
 
     def _write_missing(self) -> None:
         """A tier has become available. Writes what was stored before, which would otherwise wait
@@ -195,10 +202,10 @@ class WriteThrough:
         refused = self._refused(secondary, size)
         waits = refused == "write_budget" or (
             # Some write is in progress, whose end draws from the backlog.
-            refused == "too_many_pending" and secondary.pending_store_bytes
+            refused == "too_many_pending" and self._pending_bytes(secondary)
         )
         if waits:
-            if self._backlogs[secondary.index].add(entry):
+            if self._backlogs[secondary].add(entry):
                 context.count("tier_writes_postponed", secondary.name, refused)
             self._await_budget(secondary)
             return
@@ -212,8 +219,8 @@ class WriteThrough:
             meta = replace(meta, previous=entry.previous)
         work = partial(secondary.tier.write, entry.ref, context.view(entry.slot.offset, size), meta)
         call = IoCall(context.clock, work, partial(self._written, secondary, entry, size))
-        self._writes[secondary.index, entry] = call
-        call.submit(context.io, f"write:{secondary.name}")
+        self._writes[secondary, entry] = call
+        call.submit(context.io, f"write:{secondary.lane}")
 
     def _refused(self, secondary: SecondaryTier, size: int) -> str:
         """Why the tier takes no further write of ``size`` bytes; empty, with the budget charged, if
@@ -227,7 +234,17 @@ class WriteThrough:
 
     def _has_room(self, secondary: SecondaryTier, size: int) -> bool:
         bound = min(secondary.settings.max_pending_store_bytes, self._max_pinned_bytes)
-        return secondary.pending_store_bytes + size <= bound
+        members = self._tiers.group_of(secondary).members
+        # A volume that hangs must not use what the others may have pending.
+        if secondary.pending_store_bytes + size <= bound // len(members):
+            return True
+        # An object may be larger than a volume's part.
+        return not secondary.pending_store_bytes and self._pending_bytes(secondary) + size <= bound
+
+    def _pending_bytes(self, secondary: SecondaryTier) -> int:
+        """Of all volumes of the tier."""
+        members = self._tiers.group_of(secondary).members
+        return sum(member.pending_store_bytes for member in members)
 
     def _written(
         self,
@@ -247,14 +264,15 @@ class WriteThrough:
         self._release(secondary, entry, size)
         if error is not None:
             self._tiers.note_error(secondary, entry.namespace, entry.key, error)
-        self._draw(secondary)
+        for member in self._tiers.group_of(secondary).members:
+            self._draw(member)
 
     def _draw(self, secondary: SecondaryTier) -> None:
         """Starts writes of the backlog for which the tier has room again."""
-        backlog = self._backlogs[secondary.index]
+        backlog = self._backlogs[secondary]
         while secondary.usable and (entry := backlog.first()) is not None:
             size = 0 if entry.meta is None else entry.meta.payload_bytes
-            if secondary.pending_store_bytes and not self._has_room(secondary, size):
+            if self._pending_bytes(secondary) and not self._has_room(secondary, size):
                 return
             if self._await_budget(secondary):
                 return
@@ -271,7 +289,8 @@ class WriteThrough:
 
             def draw() -> None:
                 self._budget_timers.pop(secondary.index, None)
-                self._draw(secondary)
+                for member in self._tiers.group_of(secondary).members:
+                    self._draw(member)
 
             self._budget_timers[secondary.index] = self._context.timers.at(
                 self._context.clock() + seconds, draw
@@ -284,18 +303,22 @@ class WriteThrough:
             timer.cancel()
 
     def _release(self, secondary: SecondaryTier, entry: Entry, size: int) -> None:
-        del self._writes[secondary.index, entry]
+        del self._writes[secondary, entry]
         secondary.pending_store_bytes -= size
         entry.busy &= ~secondary.bit
         self._resident.unpin(entry)
 
     def _suspend_tier(self, secondary: SecondaryTier) -> None:
-        """Drops the writes to this tier that have not started."""
-        for (index, entry), call in list(self._writes.items()):
-            if index == secondary.index and entry.meta is not None and call.revoke():
+        """Drops the writes to this tier that have not started. Other volumes of the tier take what
+        lies in RAM."""
+        for (member, entry), call in list(self._writes.items()):
+            if member is secondary and entry.meta is not None and call.revoke():
                 self._context.count("tier_writes_dropped", secondary.name, "breaker")
-                self._budgets[index].give_back(entry.meta.payload_bytes)
+                self._budgets[secondary.index].give_back(entry.meta.payload_bytes)
                 self._release(secondary, entry, entry.meta.payload_bytes)
+        if self._tiers.group_of(secondary).usable:
+            self._backlogs[secondary].clear()
+            self._write_missing()
 
 
 class Checksummer:

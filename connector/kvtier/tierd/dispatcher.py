@@ -53,7 +53,9 @@ def _prefix_cost(message: Promote) -> PrefixCost | None:
     if not message.ends:
         return None
     prefill = Prefill(message.alpha, message.beta) if message.alpha or message.beta else None
-    return PrefixCost(message.start_tokens, message.ends, prefill, message.waited_seconds)
+    return PrefixCost(
+        message.start_tokens, message.ends, prefill, message.waited_seconds, message.whole
+    )
 
 
 class Dispatcher:

@@ -12,6 +12,7 @@ request is unauthorized.
 
 from __future__ import annotations
 
+import errno
 import hmac
 import logging
 import os
@@ -23,7 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from kvtier.config.host_ports import HOST_POD_VARIABLE, host_ports
 from kvtier.config.loader import read_bounded
+from kvtier.config.models import HttpEndpoint
 
 MAX_CLIENTS = 8
 MAX_REQUEST_BYTES = 8_192
@@ -74,6 +77,23 @@ _REASONS = {
 def text_response(status: int, message: str) -> HttpResponse:
     """A plain text response."""
     return HttpResponse(status, "text/plain; charset=utf-8", message.encode() + b"\n")
+
+
+def bind(
+    endpoint: HttpEndpoint, routes: dict[str, Route], authorizer: Authorizer | None = None
+) -> HttpServer:
+    """A server at ``endpoint``: in a pod with ``hostNetwork`` and without a port, on the first free
+    one of the pod's ports. Raises ``OSError`` if none can be bound.
+    """
+    pod = os.environ.get(HOST_POD_VARIABLE, "")
+    *first, last = (endpoint.port,) if endpoint.port or not pod else host_ports(pod)
+    for port in first:
+        try:
+            return HttpServer(endpoint.host, port, routes, authorizer)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    return HttpServer(endpoint.host, last, routes, authorizer)
 
 
 class HttpServer:

@@ -16,13 +16,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kvtier import __version__
+from kvtier.config.host_ports import HOST_POD_VARIABLE
 from kvtier.config.models import Daemon, Live, LiveTier, Structural
 from kvtier.files import replace_file, volume_bytes
-from kvtier.store.secondary_tier import StoreTierState, limits_of
 from kvtier.store.store import TierStore
+from kvtier.store.tier_group import StoreTierState, limits_of
 from kvtier.store.types import StoreCounters
 from kvtier.tierd.host_pool import PoolFile
-from kvtier.tierd.http import Authorizer, HttpResponse, HttpServer, Route, text_response
+from kvtier.tierd.http import Authorizer, HttpResponse, HttpServer, Route, bind, text_response
 from kvtier.tierd.live_config import LiveConfigWatcher
 from kvtier.tierd.run_directory import HTTP_NAME
 from kvtier.tierd.sessions import Sessions
@@ -34,6 +35,7 @@ from kvtier.tierd.status import (
     StatusCondition,
     TierSnapshot,
     TokenCounts,
+    VolumeSnapshot,
     metrics_text,
     status_json,
 )
@@ -142,16 +144,15 @@ class Reporter:
         found = routes(lambda: self._snapshot, self._health)
         self._port_taken = ""
         try:
-            return HttpServer(host, port, found, self._authorizer)
+            return bind(self._structural.http, found, self._authorizer)
         except OSError as error:
             if error.errno != errno.EADDRINUSE or self._structural.daemon is not Daemon.SIDECAR:
                 raise
         # Other pods of the node (with hostNetwork) or other containers of the pod may hold the port
         # indefinitely.
         server = HttpServer(host, 0, found, self._authorizer)
-        self._port_taken = (
-            f"{host} port {port} is in use: listening on port {server.address[1]} instead"
-        )
+        wanted = f"{host} port {port} is" if port else f"all ports of this pod on {host} are"
+        self._port_taken = f"{wanted} in use: listening on port {server.address[1]} instead"
         _log.warning("http: %s", self._port_taken)
         return server
 
@@ -174,6 +175,7 @@ class Reporter:
         recent, total = inputs.hits.recent(self._clock()), inputs.hits.total
         return Snapshot(
             version=__version__,
+            pod_uid=os.environ.get(HOST_POD_VARIABLE, ""),
             policy=f"{policy.namespace}/{policy.name}",
             content_hash=self._structural.content_hash,
             epoch=inputs.epoch,
@@ -225,7 +227,10 @@ class Reporter:
                     cause=state.cause,
                     volume_bytes=state.volume_bytes,
                     volume_available_bytes=state.volume_available_bytes,
-                    min_free_bytes=limits.min_free(state.volume_bytes),
+                    min_free_bytes=sum(
+                        limits.min_free(each.volume_bytes) for each in state.volumes or (state,)
+                    ),
+                    volumes=tuple(_volume(each) for each in state.volumes),
                 )
             )
         return tuple(found)
@@ -278,23 +283,25 @@ class Reporter:
 def disk_conditions(states: Iterable[StoreTierState], live: Live) -> list[StatusCondition]:
     """What is wrong with the sizes of the tiers' file systems."""
     too_large, filled = [], []
-    for state in states:
-        settings = live.tiers.get(state.name, LiveTier())
+    parts = [(whole, each) for whole in states for each in whole.volumes or (whole,)]
+    for tier, state in parts:
+        settings = live.tiers.get(tier.name, LiveTier())
         size, free = state.volume_bytes, state.volume_available_bytes
         if not size or settings.capacity_bytes is None:
             continue
-        limits = limits_of(settings)
+        limits = limits_of(settings, state.name if tier.volumes else "")
+        name = f"tier {tier.name}" + (f", volume {state.name}" if tier.volumes else "")
         min_free = limits.min_free(size)
         # Up to the high watermark nothing is evicted, so that is what the disk must have room for.
         held = limits.capacity_bytes * limits.high_watermark_percent // 100
         if held > size - min_free:
             too_large.append(
-                f"tier {state.name}: capacity {_gib(limits.capacity_bytes)} exceeds its file "
+                f"{name}: capacity {_gib(limits.capacity_bytes)} exceeds its file "
                 f"system of {_gib(size)}, of which minFree keeps {_gib(min_free)} free"
             )
         if limits.keeps_free and free < min_free:
             filled.append(
-                f"tier {state.name}: less than minFree ({_gib(min_free)} of {_gib(size)}) is free: "
+                f"{name}: less than minFree ({_gib(min_free)} of {_gib(size)}) is free: "
                 "no objects are stored"
             )
     found = []
@@ -302,6 +309,21 @@ def disk_conditions(states: Iterable[StoreTierState], live: Live) -> list[Status
         if messages:
             found.append(StatusCondition(kind, "; ".join(messages)))
     return found
+
+
+def _volume(state: StoreTierState) -> VolumeSnapshot:
+    return VolumeSnapshot(
+        name=state.name,
+        state=state.state,
+        used_bytes=state.used_bytes,
+        capacity_bytes=state.capacity_bytes,
+        objects=state.objects,
+        late_reads=state.late_reads,
+        last_error=state.last_error,
+        cause=state.cause,
+        volume_bytes=state.volume_bytes,
+        volume_available_bytes=state.volume_available_bytes,
+    )
 
 
 def _gib(size_bytes: int) -> str:

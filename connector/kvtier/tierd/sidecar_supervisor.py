@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier import __version__
+from kvtier.config.host_ports import HOST_POD_VARIABLE
 from kvtier.config.loader import STRUCTURAL_FILE, load_structural
 from kvtier.config.models import HttpEndpoint, Structural
 from kvtier.config.writer import document_text
@@ -42,7 +43,7 @@ from kvtier.processes import (
     pid_namespace,
     process_start,
 )
-from kvtier.tierd.http import BearerToken, HttpServer, text_response
+from kvtier.tierd.http import BearerToken, HttpServer, bind, text_response
 from kvtier.tierd.reporting import routes
 from kvtier.tierd.run_directory import RunDirectory
 from kvtier.tierd.status import Snapshot, StatusCondition
@@ -118,6 +119,10 @@ class PlaceholderServer:
     like an unreachable pod. ``start`` and ``stop`` never raise."""
 
     def __init__(self, token_file: Path | None, port: int) -> None:
+        # Without a document the port is the default's, or one of the pod's if it shares the node's
+        # network.
+        if os.environ.get(HOST_POD_VARIABLE):
+            port = 0
         self._endpoint = HttpEndpoint(host="0.0.0.0", port=port)  # noqa: S104  # for other pods
         self._token = None if token_file is None else BearerToken(token_file)
         self._server: HttpServer | None = None
@@ -130,6 +135,7 @@ class PlaceholderServer:
         self._problem = problem
         self._snapshot = Snapshot(
             version=__version__,
+            pod_uid=os.environ.get(HOST_POD_VARIABLE, ""),
             policy=""
             if structural is None
             else f"{structural.policy.namespace}/{structural.policy.name}",
@@ -144,7 +150,7 @@ class PlaceholderServer:
             lambda: text_response(503, f"tierd is not running: {self._problem}"),
         )
         try:
-            self._server = HttpServer(endpoint.host, endpoint.port, found, self._token)
+            self._server = bind(endpoint, found, self._token)
         except OSError as error:
             _log.debug("cannot listen on %s port %d: %s", endpoint.host, endpoint.port, error)
 

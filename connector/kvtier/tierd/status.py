@@ -116,6 +116,22 @@ METRICS_CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 
 @dataclass(frozen=True, slots=True)
+class VolumeSnapshot:
+    """One volume of a tier that has several. ``volume_bytes``: size of its file system."""
+
+    name: str
+    state: str
+    used_bytes: int
+    capacity_bytes: int
+    objects: int
+    late_reads: int
+    last_error: str
+    cause: str
+    volume_bytes: int
+    volume_available_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class TierSnapshot:
     """One tier, in the order of the structural document."""
 
@@ -134,6 +150,7 @@ class TierSnapshot:
     volume_available_bytes: int = 0
     min_free_bytes: int = 0
     """What stays free on the file system, whatever uses it."""
+    volumes: tuple[VolumeSnapshot, ...] = ()
     hit_tokens: int = 0
     """Prompt tokens that were loaded from it in the last five minutes."""
     hit_tokens_total: int = 0
@@ -164,9 +181,10 @@ class StatusCondition:
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """The state that /status and /metrics report. ``pool``: bytes by use; ``events``: counters by
-    (name, tier, reason)."""
+    (name, tier, reason). ``pod_uid``: empty unless the pod shares the node's network."""
 
     version: str = ""
+    pod_uid: str = ""
     policy: str = ""
     content_hash: str = ""
     epoch: int = 0
@@ -200,10 +218,17 @@ def _camel_keys(mapping: dict[str, object]) -> dict[str, object]:
     return {_camel(name): value for name, value in mapping.items()}
 
 
+def _tier_json(tier: TierSnapshot) -> dict[str, object]:
+    document = _camel_keys(asdict(tier))
+    document["volumes"] = [_camel_keys(asdict(volume)) for volume in tier.volumes]
+    return document
+
+
 def status_json(snapshot: Snapshot) -> bytes:
     """The body of ``/status``. Counters that are 0 are left out: operators poll it."""
     document: dict[str, object] = {
         "version": snapshot.version,
+        "podUid": snapshot.pod_uid,
         "policy": snapshot.policy,
         "contentHash": snapshot.content_hash,
         "epoch": snapshot.epoch,
@@ -217,7 +242,7 @@ def status_json(snapshot: Snapshot) -> bytes:
         "pendingStores": snapshot.pending_stores,
         "promptTokens": snapshot.prompt_tokens,
         "promptTokensTotal": snapshot.prompt_tokens_total,
-        "tiers": [_camel_keys(asdict(tier)) for tier in snapshot.tiers],
+        "tiers": [_tier_json(tier) for tier in snapshot.tiers],
         "sessions": [_camel_keys(asdict(session)) for session in snapshot.sessions],
         "pool": _camel_keys(dict(snapshot.pool)),
         "conditions": [asdict(condition) for condition in snapshot.conditions],
@@ -284,6 +309,30 @@ class _SnapshotCollector(Collector):
             for name in STATES:
                 state.add_metric([tier.name, name], float(tier.state == name))
         yield from (size, available, min_free, state, loaded)
+        yield from self._volume_metrics()
+
+    def _volume_metrics(self) -> Iterable[Metric]:
+        labels = ["tier", "volume"]
+        volumes = [(tier.name, each) for tier in self._snapshot.tiers for each in tier.volumes]
+        for name, text, field_name in (
+            ("used_bytes", "Bytes used by a volume of a tier.", "used_bytes"),
+            ("capacity_bytes", "Bytes a volume of a tier may use.", "capacity_bytes"),
+            ("size_bytes", "Size of the file system of a volume.", "volume_bytes"),
+            ("available_bytes", "Bytes free on a volume's file system.", "volume_available_bytes"),
+        ):
+            gauge = GaugeMetricFamily(f"kvtier_volume_{name}", text, labels=labels)
+            for tier, volume in volumes:
+                gauge.add_metric([tier, volume.name], getattr(volume, field_name))
+            yield gauge
+        state = GaugeMetricFamily(
+            "kvtier_volume_state",
+            "State of a volume of a tier: 1 for the current state, else 0.",
+            labels=[*labels, "state"],
+        )
+        for tier, volume in volumes:
+            for each in STATES:
+                state.add_metric([tier, volume.name, each], float(volume.state == each))
+        yield state
 
     def _process_metrics(self) -> Iterable[Metric]:
         snapshot = self._snapshot

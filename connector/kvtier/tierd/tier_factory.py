@@ -27,11 +27,12 @@ from kvtier.config.models import (
     Topology,
 )
 from kvtier.errors import KVTierError
-from kvtier.store.secondary_tier import limits_of
+from kvtier.store.tier_group import limits_of
 from kvtier.tierd.status import StatusCondition
 from kvtier.tiers.base import Tier
 from kvtier.tiers.filesystem.seal import Sealing, require_cipher
 from kvtier.tiers.isolation_keys import KeyRing
+from kvtier.tiers.volume_set import VolumeSet
 
 _log = logging.getLogger("kvtier.tierd")
 WrapTier = Callable[[Tier], Tier]
@@ -95,7 +96,7 @@ def build_tiers(topology: Topology, wrap: WrapTier | None = None) -> BuiltTiers:
         if isinstance(document, MemoryTierDocument):
             continue
         try:
-            tier = _build(document, topology, gid, keys)
+            tier = _build(document, topology, gid, keys, wrap)
         except (KVTierError, ImportError, OSError, ValueError) as error:
             _log.error("cannot build tier %s: %s", document.name, error)
             missing.append(document)
@@ -104,7 +105,7 @@ def build_tiers(topology: Topology, wrap: WrapTier | None = None) -> BuiltTiers:
         limitation = getattr(tier, "limitations", "")
         if limitation:
             conditions.append(StatusCondition("TierLimited", f"tier {document.name}: {limitation}"))
-        tiers.append(tier if wrap is None else wrap(tier))
+        tiers.append(tier if wrap is None or isinstance(tier, VolumeSet) else wrap(tier))
     return BuiltTiers(tuple(tiers), tuple(missing), tuple(conditions), keys)
 
 
@@ -145,8 +146,13 @@ def _sealing(topology: Topology, keys: KeyRing | None) -> Sealing | None:
 
 
 def _build(
-    document: TierDocument, topology: Topology, gid: int | None, keys: KeyRing | None
+    document: TierDocument,
+    topology: Topology,
+    gid: int | None,
+    keys: KeyRing | None,
+    wrap: WrapTier | None,
 ) -> Tier:
+    """``wrap``: for each volume, if the tier has several."""
     from kvtier.tiers.filesystem.index import MAX_INDEXED_OBJECTS
 
     live = topology.live.tiers.get(document.name, LiveTier())
@@ -155,16 +161,20 @@ def _build(
     if isinstance(document, FileSystemTierDocument):
         from kvtier.tiers.filesystem import FileSystemTier
 
-        tier = FileSystemTier(
-            document,
-            limits_of(live),
-            gid,
-            max_objects=share,
-            sealing=_sealing(topology, keys),
-        )
-        if keys is not None:
-            keys.on_change(tier.keys_changed)
-        return tier
+        sealing, built = _sealing(topology, keys), []
+        places = [(volume.name, volume.path) for volume in document.volumes]
+        for name, path in places or [("", document.path)]:
+            part = document.model_copy(
+                update={"name": name or document.name, "path": path, "volumes": ()}
+            )
+            objects = share // max(len(places), 1)
+            tier = FileSystemTier(
+                part, limits_of(live, name), gid, max_objects=objects, sealing=sealing
+            )
+            if keys is not None:
+                keys.on_change(tier.keys_changed)
+            built.append(wrap(tier) if places and wrap is not None else tier)
+        return VolumeSet(document.name, built) if places else built[0]
     if isinstance(document, LMCacheTierDocument):
         if topology.structural.isolation.key_directory is not None:
             raise KVTierError("objects in lmcache tiers cannot be protected by isolation keys")
@@ -186,11 +196,15 @@ _OTHER_THREADS = 64
 def data_limit(structural: Structural, data_bytes: int) -> int:
     """``RLIMIT_DATA`` for a topology: ``data_bytes`` and the stacks of its tiers' threads."""
     threads = _OTHER_THREADS + sum(
-        tier.read_threads + tier.write_threads
+        (tier.read_threads + tier.write_threads) * _volumes(tier)
         for tier in structural.tiers
         if isinstance(tier, FileSystemTierDocument | LMCacheTierDocument)
     )
     return data_bytes + threads * STACK_BYTES
+
+
+def _volumes(tier: FileSystemTierDocument | LMCacheTierDocument) -> int:
+    return max(len(tier.volumes), 1) if isinstance(tier, FileSystemTierDocument) else 1
 
 
 def limit_data(structural: Structural, data_bytes: int) -> int:

@@ -19,7 +19,7 @@ import msgspec
 
 from kvtier import __version__
 
-PROTOCOL = f"{__version__}/10"
+PROTOCOL = f"{__version__}/11"
 SOCKET_NAME = "tierd.sock"
 POOL_NAME = "pool"
 GENERATIONS_NAME = "generations"
@@ -131,6 +131,7 @@ class Promote(Message, frozen=True, kw_only=True):
     (b^2 - a^2)`` seconds (both 0: not known yet). Without ``ends`` the longest prefix is read.
     ``waited_seconds``: time since the request's deadline clock started. ``look_up``: keys that are
     in no index are looked up in the tiers first, within ``lookupTimeoutMilliseconds``.
+    ``whole``: the keys are of use together only, so all or none are read; needs ``ends``.
     """
 
     promotion: int
@@ -141,6 +142,7 @@ class Promote(Message, frozen=True, kw_only=True):
     alpha: float = 0.0
     beta: float = 0.0
     waited_seconds: float = 0.0
+    whole: bool = False
     look_up: bool = False
 
 

@@ -3,9 +3,12 @@
 KV is opaque bytes here; nothing is converted. One *object shard* (one chunk of one
 group on one rank) is
 
-    block 0 of the chunk | block 1 | ... | block N-1
+    block 0 of the object | block 1 | ... | block N-1
     each block:  page of layer 0 | page of layer 1 | ...   (layers in natural order of their names)
     each page:   its bytes in the order of the engine's memory, without padding
+
+A group's object has all blocks of the chunk, or the last ones, where nothing needs the others
+(sliding windows, linear states).
 
 The order is block-major so that any run of blocks is one contiguous range of the slot: a load that
 starts inside a chunk takes one transfer, like a whole one. If all layers of a block are contiguous
@@ -15,6 +18,9 @@ A layer's page follows from the shape and strides of its tensor alone. The block
 first one, or the second behind a dimension of two (keys, values). If a tensor holds several kernel
 blocks per block of the KV cache manager, the block dimension is split. A tensor that does not
 match the page size of its group's specification is rejected with the reason.
+
+A layer with a linear state registers one tensor of whole pages, or one tensor for each part of the
+state. Each of these is a layer of its own here, called ``name[0]``, ``name[1]``, and so on.
 """
 
 from __future__ import annotations
@@ -23,7 +29,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -81,6 +87,9 @@ class LayerLayout:
     outer: tuple[tuple[int, int], ...]
     run_bytes: int
     axes: tuple[tuple[int, int], ...]
+    registered: str
+    """The engine's name of the layer, which registered the tensor as number ``part``."""
+    part: int
 
     @property
     def page_bytes(self) -> int:
@@ -115,7 +124,8 @@ class StridedSegment:
 class GroupLayout:
     """One KV cache group.
 
-    ``block_size``: in tokens. ``block_bytes``: one block, over all layers.
+    ``block_size``: in tokens. ``blocks_per_chunk``: blocks of one object. ``block_bytes``: one
+    block, over all layers.
     """
 
     layers: tuple[LayerLayout, ...]
@@ -154,11 +164,13 @@ def build_codec(
     cache_config: CacheConfig,
     chunk_tokens: int,
     backends: Mapping[str, str] | None = None,
+    object_blocks: Sequence[int] = (),
 ) -> Codec:
     """Derives the layout of every group. Raises ``CodecError``.
 
     ``kv_caches``: layer name to tensor, as the engine registers them. ``chunk_tokens``: the
-    effective chunk, a multiple of every group's block size. ``backends``: layer name to what else
+    effective chunk, a multiple of every group's block size. ``object_blocks``: blocks of an object
+    by group; empty: all of the chunk. ``backends``: layer name to what else
     decides how a page is filled (attention backend, instruction set); it becomes part of the text.
     """
     num_blocks = int(cache_config.num_blocks)
@@ -166,12 +178,20 @@ def build_codec(
         raise CodecError(
             f"the KV cache has {num_blocks} blocks; must be at least 4 to determine its layout"
         )
+    count = len(cache_config.kv_cache_groups)
+    if not count:
+        raise CodecError("the engine has no KV cache group")
+    if object_blocks and len(object_blocks) != count:
+        raise CodecError(f"objects of {len(object_blocks)} groups: must be of {count} groups")
     groups = tuple(
         _group(kv_caches, group, num_blocks, chunk_tokens, index)
         for index, group in enumerate(cache_config.kv_cache_groups)
     )
-    if not groups:
-        raise CodecError("the engine has no KV cache group")
+    if object_blocks:
+        groups = tuple(
+            _cut(group, blocks, index)
+            for index, (group, blocks) in enumerate(zip(groups, object_blocks, strict=True))
+        )
     return Codec(
         groups, num_blocks, _word_bytes(groups), _text(groups, chunk_tokens, backends or {})
     )
@@ -182,11 +202,17 @@ def layer_tensors(kv_caches: Mapping[str, object], codec: Codec) -> dict[str, to
     found: dict[str, torch.Tensor] = {}
     for group in codec.groups:
         for layer in group.layers:
-            tensor = kv_caches.get(layer.name)
-            if not isinstance(tensor, torch.Tensor):
-                raise CodecError(f"{layer.name}: no tensor is registered")
-            found[layer.name] = tensor
+            found[layer.name] = _tensors(kv_caches, layer.registered)[layer.part]
     return found
+
+
+def _tensors(kv_caches: Mapping[str, object], name: str) -> list[torch.Tensor]:
+    """The tensors of one registered layer: one, or those of its state."""
+    registered = kv_caches.get(name)
+    tensors = list(registered) if isinstance(registered, (list, tuple)) else [registered]
+    if not tensors or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+        raise CodecError(f"{name}: no tensor is registered")
+    return tensors
 
 
 def layer_layout(
@@ -196,6 +222,28 @@ def layer_layout(
 
     ``padded``: the page may be larger than what the tensor shows of it.
     """
+    return _layer_layout(Registered(name, tensor), num_blocks, page_size_bytes, padded)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Registered:
+    """One tensor that the engine registered for layer ``layer``. ``part``: its number if it is one
+    of several, else -1."""
+
+    layer: str
+    tensor: torch.Tensor
+    part: int = -1
+
+    @property
+    def name(self) -> str:
+        """The name that the codec uses."""
+        return self.layer if self.part < 0 else f"{self.layer}[{self.part}]"
+
+
+def _layer_layout(
+    registered: Registered, num_blocks: int, page_size_bytes: int, padded: bool
+) -> LayerLayout:
+    name, tensor = registered.name, registered.tensor
     shape, item = tuple(int(size) for size in tensor.shape), tensor.element_size()
     block_dim = _block_dim(name, shape, num_blocks)
     kernel_blocks = shape[block_dim] // num_blocks
@@ -230,6 +278,8 @@ def layer_layout(
         outer=tuple(_merge(outer)),
         run_bytes=run_bytes,
         axes=tuple((dim, size) for dim, size, _ in page),
+        registered=registered.layer,
+        part=max(registered.part, 0),
     )
 
 
@@ -291,24 +341,16 @@ def _group(
     tensors: list[torch.Tensor] = []
     seen: set[tuple[int, int, int]] = set()
     for name in sorted(group.layer_names, key=natural_key):
-        tensor = kv_caches.get(name)
-        if isinstance(tensor, (list, tuple)):
-            raise CodecError(f"{name}: recurrent state ({len(tensor)} tensors) is not supported")
-        if not isinstance(tensor, torch.Tensor):
-            raise CodecError(f"{name}: no tensor is registered")
         spec = _layer_spec(group.kv_cache_spec, name)
-        if hasattr(spec, "shapes"):  # a page is one state, not one block of tokens
-            raise CodecError(f"{name}: recurrent state is not supported")
-        padded = getattr(spec, "page_size_padded", None) is not None
-        layout = layer_layout(
-            name, tensor, num_blocks, int(getattr(spec, "page_size_bytes", 0)), padded
-        )
-        place = (tensor.untyped_storage().data_ptr(), layout.offset, layout.block_stride)
-        if place in seen:  # a layer that shares the KV of another one
-            continue
-        seen.add(place)
-        layers.append(layout)
-        tensors.append(tensor)
+        for registered, page_bytes, padded in _pages(kv_caches, name, spec, num_blocks):
+            tensor = registered.tensor
+            layout = _layer_layout(registered, num_blocks, page_bytes, padded)
+            place = (tensor.untyped_storage().data_ptr(), layout.offset, layout.block_stride)
+            if place in seen:  # a layer that shares the KV of another one
+                continue
+            seen.add(place)
+            layers.append(layout)
+            tensors.append(tensor)
     if not layers:
         raise CodecError(f"group {index} has no layers")
     segments = _segments(layers, tensors)
@@ -319,6 +361,49 @@ def _group(
         blocks_per_chunk=chunk_tokens // block_size,
         block_bytes=sum(layer.page_bytes for layer in layers),
     )
+
+
+def _pages(
+    kv_caches: Mapping[str, object], name: str, spec: object, num_blocks: int
+) -> list[tuple[Registered, int, bool]]:
+    """The tensors of one layer, each with the size of its page and whether that may be padded.
+
+    A page of a linear state (``shapes`` in its specification) has the parts of the state one after
+    the other. It is registered as it is, or as one tensor for each part.
+    """
+    tensors, page_bytes = _tensors(kv_caches, name), int(getattr(spec, "page_size_bytes", 0))
+    padded = getattr(spec, "page_size_padded", None) is not None
+    shapes = getattr(spec, "shapes", None)
+    if shapes is None:
+        if not isinstance(kv_caches.get(name), torch.Tensor):
+            raise CodecError(f"{name}: a list of {len(tensors)} tensors: must be one tensor")
+        return [(Registered(name, tensors[0]), page_bytes, padded)]
+    dtypes = tuple(getattr(spec, "dtypes", ()))
+    sizes = [
+        math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=False)
+    ]
+    if isinstance(kv_caches.get(name), torch.Tensor):
+        shown = tensors[0].numel() * tensors[0].element_size() // max(1, num_blocks)
+        if len(sizes) == len(shapes) and sum(sizes) <= shown:
+            return [(Registered(name, tensors[0]), page_bytes, True)]
+    if not len(tensors) == len(sizes) == len(shapes) or sum(sizes) > page_bytes:
+        raise CodecError(
+            f"{name}: {len(tensors)} tensors of a state of {sizes} bytes in pages of {page_bytes} "
+            "bytes: must be one of whole pages, or one for each part, all within the page"
+        )
+    return [
+        (Registered(name, tensor, part), size, False)
+        for part, (tensor, size) in enumerate(zip(tensors, sizes, strict=True))
+    ]
+
+
+def _cut(group: GroupLayout, blocks: int, index: int) -> GroupLayout:
+    """The group with objects of ``blocks`` blocks."""
+    if not 1 <= blocks <= group.blocks_per_chunk:
+        raise CodecError(
+            f"group {index}: objects of {blocks} blocks: must be 1 to {group.blocks_per_chunk}"
+        )
+    return replace(group, blocks_per_chunk=blocks)
 
 
 def _layer_spec(spec: object, name: str) -> object:
@@ -410,7 +495,7 @@ def _text(groups: Sequence[GroupLayout], chunk_tokens: int, backends: Mapping[st
                 ],
                 "kernel_blocks": layer.kernel_blocks,
                 "axes": [list(axis) for axis in layer.axes],
-                "backend": backends.get(layer.name, ""),
+                "backend": backends.get(layer.registered, ""),
             }
             if runs and all(runs[-1][key] == value for key, value in form.items()):
                 names = runs[-1]["layers"]

@@ -168,18 +168,16 @@ def volume_errors(policy: KVTierPolicy, allowed: Sequence[AllowedVolume]) -> lis
     entries = [entry for entry in allowed if entry.covers(policy.namespace)]
     found: list[FieldError] = []
     for index, tier in enumerate(policy.spec.tiers):
-        if tier.file_system is None:
-            continue
-        volume = tier.file_system.volume
-        field = f"spec.tiers[{index}].fileSystem.volume"
-        if volume.host_path is not None:
-            prefixes = [entry.host_path for entry in entries if entry.host_path is not None]
-            if not any(is_below(volume.host_path.path, prefix) for prefix in prefixes):
-                subject = f'hostPath "{volume.host_path.path}"'
-                detail = _not_allowed(subject, "hostPath", prefixes, policy.namespace)
-                found.append(FieldError.forbidden(f"{field}.hostPath.path", detail))
-        if volume.nfs is not None:
-            found.extend(_export(volume.nfs, entries, f"{field}.nfs", policy.namespace))
+        for each in tier.volumes:
+            volume, field = each.volume, f"spec.tiers[{index}].fileSystem.{each.field}"
+            if volume.host_path is not None:
+                prefixes = [entry.host_path for entry in entries if entry.host_path is not None]
+                if not any(is_below(volume.host_path.path, prefix) for prefix in prefixes):
+                    subject = f'hostPath "{volume.host_path.path}"'
+                    detail = _not_allowed(subject, "hostPath", prefixes, policy.namespace)
+                    found.append(FieldError.forbidden(f"{field}.hostPath.path", detail))
+            if volume.nfs is not None:
+                found.extend(_export(volume.nfs, entries, f"{field}.nfs", policy.namespace))
     return found
 
 

@@ -28,6 +28,8 @@ RESTART_ANNOTATION: Final = PREFIX + "restarted-for"
 """On a pod template, by RestartWorkloads: the structural hash that the restart was for."""
 MIRROR_ANNOTATION: Final = "kubernetes.io/config.mirror"
 """Marks the API object of a static pod."""
+SCC_ANNOTATION: Final = "openshift.io/scc"
+"""The security context constraints (SCC) by which OpenShift admitted a pod, before webhooks."""
 SAFE_TO_EVICT_ANNOTATION: Final = "cluster-autoscaler.kubernetes.io/safe-to-evict-local-volumes"
 PAYLOAD_CONTAINER: Final = "kvtier-payload"
 TIERD_CONTAINER: Final = "kvtier-tierd"
@@ -51,10 +53,12 @@ POD_HTTP_PORT: Final = 9400
 FIELD_MANAGER: Final = "kvtier"
 
 
-def tier_volume(tier: str) -> str:
-    """The pod's volume of a file tier; at most 63 characters."""
-    name = f"kvtier-tier-{tier}"
-    return name if len(name) <= 63 else f"kvtier-tier-{sha256_hex(tier, 16)}"
+def tier_volume(tier: str, volume: str = "") -> str:
+    """The pod's volume of a file tier, or of one of its volumes; at most 63 characters."""
+    # With a digest, because tier "a" with volume "b" is not tier "a-b".
+    key = f"{tier}/{volume}" if volume else tier
+    name = f"kvtier-tier-{tier}" + (f"-{volume}-{sha256_hex(key, 6)}" if volume else "")
+    return name if len(name) <= 63 else f"kvtier-tier-{sha256_hex(key, 16)}"
 
 
 def credentials_volume(tier: str) -> str:

@@ -33,7 +33,7 @@ from kvtier_operator.api.settings import (
     Security,
 )
 from kvtier_operator.api.status import PolicyStatus
-from kvtier_operator.api.tiers import LMCacheTierSpec, TierSpec
+from kvtier_operator.api.tiers import LMCacheTierSpec, MountedVolume, TierSpec
 
 GROUP = "kvtier.io"
 VERSION = "v1alpha1"
@@ -224,6 +224,13 @@ class PolicySpec(Model):
             field_path=".tiers",
         ),
     )
+
+    def volume(self, key: str) -> MountedVolume:
+        """The volume of a file tier with that key. Raises ``KeyError``."""
+        for each in self.tier(key.split("/", 1)[0]).volumes:
+            if each.key == key:
+                return each
+        raise KeyError(key)
 
     def tier(self, name: str) -> TierSpec:
         """The tier of that name. Raises ``KeyError``."""

@@ -68,6 +68,15 @@ class SkippedPod(Reported):
     message: Annotated[Text | None, Field(description="Human-readable explanation.")] = None
 
 
+class VolumeStatus(Reported):
+    """Status of one of the volumes of a tier, as reported by the pods."""
+
+    name: Annotated[str, Field(max_length=63, description="Name of the volume.")]
+    state: Annotated[TierState, Field(description="Worst state that a pod reports.")] = (
+        TierState.UNKNOWN
+    )
+
+
 class TierStatus(Reported):
     """Status of a tier, as reported by the pods."""
 
@@ -90,6 +99,11 @@ class TierStatus(Reported):
     claim_name: Annotated[
         ShortText | None,
         Field(description=("Name of the claim of the tier, if the operator created it.")),
+    ] = None
+    volumes: Annotated[
+        list[VolumeStatus] | None,
+        MapKey("name"),
+        Field(max_length=16, description="Volumes of the tier, if it has several."),
     ] = None
 
 

@@ -43,8 +43,12 @@ def parse_policy(raw: Object) -> CachedPolicy:
 
 
 def claims_of(policy: KVTierPolicy | None) -> dict[str, str]:
-    """The claim behind each tier that has one, by tier name."""
+    """The claim behind each volume that has one, by the volume's key."""
     if policy is None:
         return {}
-    names = {tier.name: claim_name(policy, tier) for tier in policy.spec.tiers}
-    return {tier: name for tier, name in names.items() if name is not None}
+    names = {
+        volume.key: claim_name(policy, volume)
+        for tier in policy.spec.tiers
+        for volume in tier.volumes
+    }
+    return {volume: name for volume, name in names.items() if name is not None}

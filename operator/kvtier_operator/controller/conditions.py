@@ -27,7 +27,7 @@ from typing import Literal
 from kvtier_operator.api.conditions import PolicyReason, Reason
 from kvtier_operator.api.pods import Pod
 from kvtier_operator.api.policy import KVTierPolicy
-from kvtier_operator.api.tiers import Sharing, TierSpec
+from kvtier_operator.api.tiers import MountedVolume, Sharing
 from kvtier_operator.api.validation import FieldError
 from kvtier_operator.controller.objects import is_terminating
 from kvtier_operator.kube.resources import Object
@@ -139,7 +139,7 @@ def storage_ready(
     created: frozenset[str],
     first_use: frozenset[str] = frozenset(),
 ) -> ConditionUpdate:
-    """StorageReady from the state of the claims. ``claims``: names by tier; ``found``: existing
+    """StorageReady from the state of the claims. ``claims``: names by volume; ``found``: existing
     claims by name; ``created``: names of claims that the operator creates; ``first_use``: names of
     claims that are bound when a pod uses them.
 
@@ -152,8 +152,8 @@ def storage_ready(
     states = [
         ("True", PolicyReason.BINDS_ON_FIRST_USE, "")
         if name in first_use
-        else _claim_state(policy, policy.spec.tier(tier), name, found.get(name), name in created)
-        for tier, name in claims.items()
+        else _claim_state(policy, policy.spec.volume(key), name, found.get(name), name in created)
+        for key, name in claims.items()
     ]
     statuses: tuple[ConditionStatus, ...] = ("False", "Unknown")
     for status in statuses:
@@ -177,18 +177,18 @@ def storage_ready(
 
 
 def _claim_state(
-    policy: KVTierPolicy, tier: TierSpec, name: str, claim: Object | None, created: bool
+    policy: KVTierPolicy, mounted: MountedVolume, name: str, claim: Object | None, created: bool
 ) -> tuple[ConditionStatus, PolicyReason, str]:
-    where = f"tier {tier.name}: claim {policy.namespace}/{name}"
+    where = f"tier {mounted.key}: claim {policy.namespace}/{name}"
     if claim is None:
         if created:
             return "Unknown", PolicyReason.CLAIM_PENDING, f"{where} is being created"
-        volume = tier.file_system.volume if tier.file_system is not None else None
-        if volume is not None and volume.nfs is not None:
+        nfs = mounted.volume.nfs
+        if nfs is not None:
             hint = (
                 "the operator may not create volumes (storage.createVolumes); "
                 "ask an administrator to create a PersistentVolume for "
-                f"{volume.nfs.server}:{volume.nfs.path} and this claim"
+                f"{nfs.server}:{nfs.path} and this claim"
             )
         else:
             hint = "create it"
@@ -198,7 +198,8 @@ def _claim_state(
         return "False", PolicyReason.CLAIM_TERMINATING, message
     spec, phase = claim.get("spec") or {}, (claim.get("status") or {}).get("phase") or "Pending"
     modes = spec.get("accessModes") or []
-    cluster = tier.file_system is not None and tier.file_system.sharing is Sharing.CLUSTER
+    files = policy.spec.tier(mounted.tier).file_system
+    cluster = files is not None and files.sharing is Sharing.CLUSTER
     if cluster and not created and not SHARED_MODES.intersection(modes):
         message = (
             f"{where} has accessModes {', '.join(modes)}; sharing: Cluster needs ReadWriteMany"

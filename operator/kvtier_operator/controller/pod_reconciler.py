@@ -238,7 +238,7 @@ class _PodReconcile:
         ]
 
     def _overdue_pods(self, pods: Sequence[Pod]) -> list[terminating.OverduePod]:
-        tiers = [tier.name for tier in self.policy.spec.tiers if tier.file_system is not None]
+        tiers = [each.key for tier in self.policy.spec.tiers for each in tier.volumes]
         overdue = []
         for pod in pods:
             report = self.deps.poller.last_report(pod.metadata.uid).report

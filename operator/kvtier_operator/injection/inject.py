@@ -288,6 +288,8 @@ def _inject_engine_daemon(draft: Draft, policy: KVTierPolicy, settings: Settings
     skipped = skipped or _charge_engine(draft, policy, sidecar.daemon_bytes(policy, tiers))
     if skipped is not None:
         return skipped
+    if draft.structure.port is None:
+        draft.engine["env"] = [*draft.engine["env"], sidecar.host_pod_variable()]
     _add_payload_container(draft, policy, settings)
     _patch_pod(draft, policy, settings)
     return None

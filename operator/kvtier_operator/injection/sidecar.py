@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvtier.config.host_ports import HOST_POD_VARIABLE
 from kvtier.config.loader import LIVE_FILE, STRUCTURAL_FILE
 from kvtier.hashing import sha256_hex
 from kvtier_operator.api import names
@@ -20,7 +21,7 @@ from kvtier_operator.api.engine import Delivery
 from kvtier_operator.api.pods import PodSpec
 from kvtier_operator.api.policy import KVTierPolicy
 from kvtier_operator.api.tiers import TierSpec
-from kvtier_operator.api.volumes import Medium
+from kvtier_operator.api.volumes import Medium, Volume
 from kvtier_operator.injection.engine_container import EnginePod
 from kvtier_operator.injection.resources import (
     CPU,
@@ -213,23 +214,20 @@ def add_tiers(
     mounts: list[Document],
 ) -> None:
     """Volumes of the file tiers."""
-    for tier in tiers:
-        if tier.file_system is None:
-            continue
-        name = names.tier_volume(tier.name)
-        storage.volumes.append({"name": name, **volumes.pod_volume(policy, tier)})
-        mount = {"name": name, "mountPath": f"{POD_TIERS_DIRECTORY}/{tier.name}"}
-        below = sub_path(policy, tier, settings.allowed_volumes)
+    for each in [each for tier in tiers for each in tier.volumes]:
+        name = names.tier_volume(each.tier, each.name)
+        storage.volumes.append({"name": name, **volumes.pod_volume(policy, each)})
+        mount = {"name": name, "mountPath": f"{POD_TIERS_DIRECTORY}/{each.key}"}
+        below = sub_path(policy, each.volume, settings.allowed_volumes)
         mounts.append({**mount, **({"subPath": below} if below else {})})
 
 
-def sub_path(policy: KVTierPolicy, tier: TierSpec, allowed: Sequence[AllowedVolume]) -> str | None:
+def sub_path(policy: KVTierPolicy, volume: Volume, allowed: Sequence[AllowedVolume]) -> str | None:
     """The policy's directory in a volume that other policies may use: ``<namespace>/<policy uid>``.
     None for claims and other volumes of one policy, and if the administrator shares the directory
     (``shared: true`` in the longest entry that matches).
     """
-    volume = tier.file_system.volume if tier.file_system is not None else None
-    if volume is None or (volume.host_path is None and volume.nfs is None):
+    if volume.host_path is None and volume.nfs is None:
         return None
     matching: list[tuple[int, bool]] = []
     for entry in allowed:
@@ -281,10 +279,10 @@ def scratch_bytes(tiers: Sequence[TierSpec], spec: PodSpec) -> int:
 
 def _empty_dir_bytes(tiers: Sequence[TierSpec], medium: Medium) -> int:
     total = 0
-    for tier in tiers:
-        empty = tier.file_system.volume.empty_dir if tier.file_system is not None else None
-        if tier.file_system is not None and empty is not None and empty.medium is medium:
-            total += (empty.size_limit or tier.file_system.capacity).size_bytes
+    for each in [each for tier in tiers for each in tier.volumes]:
+        empty = each.volume.empty_dir
+        if empty is not None and empty.medium is medium:
+            total += (empty.size_limit or each.capacity).size_bytes
     return total
 
 
@@ -333,7 +331,7 @@ def tierd_container(
             "--token-file",
             names.TOKEN_FILE,
         ],
-        "ports": [{"name": PORT_NAME, "containerPort": structure.port, "protocol": "TCP"}],
+        **_port_and_variables(structure),
         "resources": daemon_resources(policy, structure.tiers, target),
         "securityContext": security_context(target),
         "lifecycle": {
@@ -346,6 +344,17 @@ def tierd_container(
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": storage.daemon,
     }
+
+
+def _port_and_variables(structure: Structure) -> Document:
+    if structure.port is None:
+        return {"env": [host_pod_variable()]}
+    return {"ports": [{"name": PORT_NAME, "containerPort": structure.port, "protocol": "TCP"}]}
+
+
+def host_pod_variable() -> Document:
+    """Makes tierd derive its port from the pod's uid."""
+    return {"name": HOST_POD_VARIABLE, "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}}
 
 
 def daemon_resources(
@@ -384,8 +393,11 @@ def security_context(target: EnginePod) -> Document:
         "allowPrivilegeEscalation": False,
         "capabilities": {"drop": ["ALL"]},
         "readOnlyRootFilesystem": True,
-        "seccompProfile": {"type": "RuntimeDefault"},
     }
+    if names.SCC_ANNOTATION not in target.pod.metadata.annotations:
+        # OpenShift's SCCs set the profile that they require, and some (anyuid) reject a pod in
+        # which any profile is set.
+        context["seccompProfile"] = {"type": "RuntimeDefault"}
     if engine.run_as_user is not None:
         context["runAsUser"] = engine.run_as_user
     if engine.run_as_group is not None:

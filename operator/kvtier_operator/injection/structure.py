@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pydantic import ValidationError
 
 from kvtier.config.models import HttpEndpoint, Structural
-from kvtier.hashing import sha256_hex
 from kvtier_operator.api.conditions import SkipReason
 from kvtier_operator.api.names import (
     HASH_ANNOTATION,
@@ -32,21 +31,19 @@ from kvtier_operator.render.documents import (
 
 NETWORK_SOURCES = frozenset({"nfs", "persistentVolumeClaim", "claimTemplate"})
 """Volumes that the kubelet may wait for, and the engine with it."""
-FIRST_HOST_PORT = 20_000
-HOST_PORTS = 10_000
-"""Range of tierd's port in a pod with ``hostNetwork``."""
 MAX_PORTS_TRIED = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Structure:
     """``text``: the structural annotation. ``tiers``: the policy's tiers that the pod gets.
-    ``port``: of tierd's HTTP server. ``notes``: for the pod's owner.
+    ``port``: of tierd's HTTP server, to be declared in the pod; None in a pod with ``hostNetwork``,
+    which declares none (``kvtier.config.host_ports``). ``notes``: for the pod's owner.
     """
 
     text: str
     tiers: tuple[TierSpec, ...]
-    port: int
+    port: int | None
     notes: tuple[str, ...] = ()
 
 
@@ -59,12 +56,14 @@ def decide_structure(
     group = pod.metadata.labels.get(GROUP_LABEL)
     siblings = _active_siblings(policy, context.siblings, pod) if group else []
     if group and siblings:
-        return _structure_of_siblings(policy, siblings, group)
+        return _structure_of_siblings(policy, pod, siblings)
     tiers, notes = _mountable_tiers(policy, pod, context)
-    port = _http_port(policy, pod)
+    port = None if pod.spec.host_network else _http_port(pod)
     spec = policy.spec.model_copy(update={"tiers": tiers})
     reduced = policy.model_copy(update={"spec": spec})
-    placement = replace(pod_placement(reduced), http=HttpEndpoint(host=POD_HTTP.host, port=port))
+    placement = replace(
+        pod_placement(reduced), http=HttpEndpoint(host=POD_HTTP.host, port=port or 0)
+    )
     document = structural(reduced, placement)
     # The hash covers the whole policy, so that a pod without some tiers becomes outdated only if
     # the policy changes.
@@ -81,7 +80,7 @@ def _mountable_tiers(
     not_ready: list[str] = []
     not_supported: list[str] = []
     for tier in policy.spec.tiers:
-        sources = tier.file_system.volume.sources if tier.file_system is not None else ()
+        sources = tier.file_system.sources if tier.file_system is not None else frozenset[str]()
         if user_namespace and "nfs" in sources:
             not_supported.append(tier.name)
         elif not context.storage_ready and NETWORK_SOURCES.intersection(sources):
@@ -118,8 +117,9 @@ def _active_siblings(policy: KVTierPolicy, siblings: Sequence[Pod], pod: Pod) ->
 
 
 def _structure_of_siblings(
-    policy: KVTierPolicy, siblings: Sequence[Pod], group: str
+    policy: KVTierPolicy, pod: Pod, siblings: Sequence[Pod]
 ) -> Structure | Skipped:
+    group = pod.metadata.labels[GROUP_LABEL]
     texts = {each.metadata.annotations.get(STRUCTURAL_ANNOTATION) for each in siblings}
     names = ", ".join(sorted(each.metadata.name for each in siblings)[:4])
     restart = "delete the leader pod to recreate the group"
@@ -144,30 +144,21 @@ def _structure_of_siblings(
     notes: tuple[str, ...] = ()
     if len(tiers) < len(policy.spec.tiers):
         notes = (f"the pod has the structure of the other pods of group {group}",)
-    return Structure(text, tiers, document.http.port, notes)
+    port = None if pod.spec.host_network else document.http.port
+    return Structure(text, tiers, port, notes)
 
 
 def _mixed(message: str) -> Skipped:
     return Skipped(SkipReason.MIXED_GROUP, message)
 
 
-def _http_port(policy: KVTierPolicy, pod: Pod) -> int:
-    """The first port of a deterministic sequence that no container of the pod has."""
+def _http_port(pod: Pod) -> int:
+    """The first port from the default one on that no container of the pod has."""
     used = {
         number
         for container in pod.spec.all_containers
         for port in container.ports
         for number in (port.container_port, port.host_port)
     }
-    if pod.spec.host_network:
-        metadata = pod.metadata
-        # The pods of a group must get one structure before they can see each other's.
-        name = metadata.labels.get(GROUP_LABEL) or metadata.name or metadata.generate_name
-        digest = sha256_hex(f"{policy.namespace}/{name}/{policy.metadata.uid}", 8)
-        start = int(digest, 16) % HOST_PORTS
-        candidates = [
-            FIRST_HOST_PORT + (start + step) % HOST_PORTS for step in range(MAX_PORTS_TRIED)
-        ]
-    else:
-        candidates = list(range(POD_HTTP_PORT, POD_HTTP_PORT + MAX_PORTS_TRIED))
+    candidates = range(POD_HTTP_PORT, POD_HTTP_PORT + MAX_PORTS_TRIED)
     return next((port for port in candidates if port not in used), candidates[0])

@@ -30,6 +30,7 @@ from kvtier.config.models import (
     PolicyIdentity,
     Structural,
     TierDocument,
+    TierVolumeDocument,
     Topology,
 )
 from kvtier.config.writer import document_text
@@ -63,8 +64,8 @@ POD_HTTP = HttpEndpoint(host="0.0.0.0")  # noqa: S104  (the operator and Prometh
 class Placement:
     """What depends on the environment and not on the policy.
 
-    ``tier_paths``: a directory for every file tier. ``storage_gid``: group of files; None:
-    unchanged.
+    ``tier_paths``: a directory for every volume of a file tier, by its key. ``storage_gid``: group
+    of files; None: unchanged.
     """
 
     run_directory: str
@@ -81,9 +82,9 @@ def pod_placement(policy: KVTierPolicy) -> Placement:
     return Placement(
         run_directory=POD_RUN_DIRECTORY,
         tier_paths={
-            tier.name: f"{POD_TIERS_DIRECTORY}/{tier.name}"
+            volume.key: f"{POD_TIERS_DIRECTORY}/{volume.key}"
             for tier in policy.spec.tiers
-            if tier.file_system is not None
+            for volume in tier.volumes
         },
         http=POD_HTTP,
         storage_gid=policy.spec.security.storage_gid,
@@ -104,7 +105,7 @@ def local_tier_paths(
     ``overrides`` win. A hostPath is used as it is. Volumes that a pod would create get a directory
     below ``base``. An NFS export needs an override. Raises ``ConfigurationError``.
     """
-    known = {tier.name for tier in policy.spec.tiers if tier.file_system is not None}
+    known = {volume.key for tier in policy.spec.tiers for volume in tier.volumes}
     for name in overrides:
         if name not in known:
             raise ConfigurationError(
@@ -114,25 +115,24 @@ def local_tier_paths(
             )
     paths: dict[str, str] = {}
     notes: list[str] = []
-    for index, tier in enumerate(policy.spec.tiers):
-        if tier.file_system is None:
-            continue
-        volume = tier.file_system.volume
-        if tier.name in overrides:
-            paths[tier.name] = overrides[tier.name]
+    places = [(i, each) for i, tier in enumerate(policy.spec.tiers) for each in tier.volumes]
+    for index, each in places:
+        key, volume = each.key, each.volume
+        if key in overrides:
+            paths[key] = overrides[key]
         elif volume.host_path is not None:
-            paths[tier.name] = volume.host_path.path
+            paths[key] = volume.host_path.path
         elif volume.nfs is not None:
             raise ConfigurationError(
-                f"spec.tiers[{index}].fileSystem.volume.nfs",
+                f"spec.tiers[{index}].fileSystem.{each.field}.nfs",
                 f"{volume.nfs.server}:{volume.nfs.path}",
-                f"must be replaced by a local directory: --tier-path {tier.name}=DIR",
+                f"must be replaced by a local directory: --tier-path {key}=DIR",
             )
         else:
-            paths[tier.name] = f"{base}/{tier.name}"
+            paths[key] = f"{base}/{key}"
             notes.append(
-                f"tier {tier.name}: {volume.sources[0]} is replaced by {paths[tier.name]}; to use "
-                f"another directory, set --tier-path {tier.name}=DIR"
+                f"tier {key}: {volume.sources[0]} is replaced by {paths[key]}; to use "
+                f"another directory, set --tier-path {key}=DIR"
             )
     used: dict[str, str] = {}
     for name, path in paths.items():
@@ -216,7 +216,10 @@ def _live_tier(tier: TierSpec) -> LiveTier:
     if tier.file_system is not None:
         files = tier.file_system
         common |= {
-            "capacity_bytes": files.capacity.size_bytes,
+            "capacity_bytes": files.total_bytes,
+            "volume_capacity_bytes": {
+                each.name: each.capacity.size_bytes for each in tier.volumes if each.name
+            },
             "high_watermark_percent": files.high_watermark_percent,
             "low_watermark_percent": files.low_watermark_percent,
             "retention_seconds": files.retention_seconds,
@@ -269,7 +272,12 @@ def _tier(tier: TierSpec, placement: Placement) -> TierDocument:
         files = tier.file_system
         return FileSystemTierDocument(
             name=tier.name,
-            path=placement.tier_paths[tier.name],
+            path="" if files.volumes else placement.tier_paths[tier.name],
+            volumes=tuple(
+                TierVolumeDocument(name=each.name, path=placement.tier_paths[each.key])
+                for each in tier.volumes
+                if each.name
+            ),
             sharing=files.sharing.value,
             direct_io=files.direct_io.value,
             read_threads=files.read_threads,

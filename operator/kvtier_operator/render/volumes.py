@@ -13,7 +13,8 @@ from typing import Any
 from kvtier.hashing import sha256_hex
 from kvtier_operator.api.fields import jsonable
 from kvtier_operator.api.policy import KVTierPolicy
-from kvtier_operator.api.tiers import FileSystemTierSpec, TierSpec
+from kvtier_operator.api.quantity import Quantity
+from kvtier_operator.api.tiers import MountedVolume
 from kvtier_operator.api.volumes import ClaimSpec, NfsVolume
 
 POLICY_LABEL = "kvtier.io/policy"
@@ -41,22 +42,20 @@ def labels(policy: KVTierPolicy, tier: str | None = None) -> dict[str, str]:
     }
 
 
-def volume_hash(policy: KVTierPolicy, tier: TierSpec) -> str:
+def volume_hash(policy: KVTierPolicy, mounted: MountedVolume) -> str:
     """8 hex digits of the policy's uid and the volume's specification."""
-    described = jsonable(_files(tier).volume)
+    described = jsonable(mounted.volume)
     text = json.dumps([policy.metadata.uid or "", described], sort_keys=True, separators=(",", ":"))
     return sha256_hex(text, 8)
 
 
-def claim_name(policy: KVTierPolicy, tier: TierSpec) -> str | None:
-    """Name of the claim that pods mount for this tier, or None for other volumes."""
-    if tier.file_system is None:
-        return None
-    volume = tier.file_system.volume
+def claim_name(policy: KVTierPolicy, mounted: MountedVolume) -> str | None:
+    """Name of the claim that pods mount for this volume, or None for other volumes."""
+    volume = mounted.volume
     if volume.persistent_volume_claim is not None:
         return volume.persistent_volume_claim.claim_name
     if volume.claim_template is not None or volume.nfs is not None:
-        return f"{policy.metadata.name}-{tier.name}-{volume_hash(policy, tier)}"
+        return f"{policy.metadata.name}-{mounted.tier}-{volume_hash(policy, mounted)}"
     return None
 
 
@@ -72,28 +71,20 @@ def mount_options(nfs: NfsVolume) -> list[str]:
 def objects(policy: KVTierPolicy) -> list[dict[str, Any]]:
     """Claims and PersistentVolumes that the operator creates for the policy."""
     rendered: list[dict[str, Any]] = []
-    for tier in policy.spec.tiers:
-        if tier.file_system is None:
-            continue
-        volume = tier.file_system.volume
-        if volume.claim_template is not None:
-            rendered.append(
-                _claim(
-                    policy,
-                    tier,
-                    _claim_spec(volume.claim_template, tier.file_system, "ReadWriteMany"),
-                )
-            )
-        elif volume.nfs is not None:
-            rendered += _nfs_pair(policy, tier, volume.nfs)
+    for each in [each for tier in policy.spec.tiers for each in tier.volumes]:
+        template, nfs = each.volume.claim_template, each.volume.nfs
+        if template is not None:
+            spec = _claim_spec(template, each.capacity, "ReadWriteMany")
+            rendered.append(_claim(policy, each, spec))
+        elif nfs is not None:
+            rendered += _nfs_pair(policy, each, nfs)
     return rendered
 
 
-def pod_volume(policy: KVTierPolicy, tier: TierSpec) -> dict[str, Any]:
+def pod_volume(policy: KVTierPolicy, mounted: MountedVolume) -> dict[str, Any]:
     """The source of a pod's volume for a file tier."""
-    files = _files(tier)
-    volume = files.volume
-    name = claim_name(policy, tier)
+    volume = mounted.volume
+    name = claim_name(policy, mounted)
     if name is not None:
         return {"persistentVolumeClaim": {"claimName": name}}
     if volume.host_path is not None:
@@ -110,7 +101,7 @@ def pod_volume(policy: KVTierPolicy, tier: TierSpec) -> dict[str, Any]:
     if volume.ephemeral is not None:
         template = volume.ephemeral.volume_claim_template
         metadata = jsonable(template.metadata) if template.metadata is not None else {}
-        spec = _claim_spec(template.spec, files, "ReadWriteOnce")
+        spec = _claim_spec(template.spec, mounted.capacity, "ReadWriteOnce")
         return {
             "ephemeral": {
                 "volumeClaimTemplate": {
@@ -119,17 +110,11 @@ def pod_volume(policy: KVTierPolicy, tier: TierSpec) -> dict[str, Any]:
                 }
             }
         }
-    raise ValueError(f"tier {tier.name} has no volume source")
+    raise ValueError(f"tier {mounted.key} has no volume source")
 
 
-def _files(tier: TierSpec) -> FileSystemTierSpec:
-    if tier.file_system is None:
-        raise ValueError(f"tier {tier.name} is not a file tier")
-    return tier.file_system
-
-
-def _claim_spec(claim: ClaimSpec, files: FileSystemTierSpec, default_mode: str) -> dict[str, Any]:
-    storage = claim.storage or files.capacity
+def _claim_spec(claim: ClaimSpec, capacity: Quantity, default_mode: str) -> dict[str, Any]:
+    storage = claim.storage or capacity
     spec: dict[str, Any] = {
         "accessModes": [mode.value for mode in claim.access_modes or ()] or [default_mode],
         "resources": {"requests": {"storage": storage.text}},
@@ -139,26 +124,26 @@ def _claim_spec(claim: ClaimSpec, files: FileSystemTierSpec, default_mode: str) 
     return spec
 
 
-def _claim(policy: KVTierPolicy, tier: TierSpec, spec: dict[str, Any]) -> dict[str, Any]:
+def _claim(policy: KVTierPolicy, mounted: MountedVolume, spec: dict[str, Any]) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "PersistentVolumeClaim",
         "metadata": {
-            "name": claim_name(policy, tier),
+            "name": claim_name(policy, mounted),
             "namespace": policy.namespace,
-            "labels": labels(policy, tier.name),
+            "labels": labels(policy, mounted.tier),
         },
         "spec": spec,
     }
 
 
-def _nfs_pair(policy: KVTierPolicy, tier: TierSpec, nfs: NfsVolume) -> list[dict[str, Any]]:
-    volume_name = f"kvtier-{policy.namespace}-{claim_name(policy, tier)}"
+def _nfs_pair(policy: KVTierPolicy, mounted: MountedVolume, nfs: NfsVolume) -> list[dict[str, Any]]:
+    volume_name = f"kvtier-{policy.namespace}-{claim_name(policy, mounted)}"
     size = {"storage": NFS_NOMINAL_SIZE}
     volume = {
         "apiVersion": "v1",
         "kind": "PersistentVolume",
-        "metadata": {"name": volume_name, "labels": labels(policy, tier.name)},
+        "metadata": {"name": volume_name, "labels": labels(policy, mounted.tier)},
         "spec": {
             "capacity": size,
             "accessModes": ["ReadWriteMany"],
@@ -169,7 +154,7 @@ def _nfs_pair(policy: KVTierPolicy, tier: TierSpec, nfs: NfsVolume) -> list[dict
             "claimRef": {
                 "apiVersion": "v1",
                 "kind": "PersistentVolumeClaim",
-                "name": claim_name(policy, tier),
+                "name": claim_name(policy, mounted),
                 "namespace": policy.namespace,
             },
             "mountOptions": mount_options(nfs),
@@ -178,7 +163,7 @@ def _nfs_pair(policy: KVTierPolicy, tier: TierSpec, nfs: NfsVolume) -> list[dict
     }
     claim = _claim(
         policy,
-        tier,
+        mounted,
         {
             "accessModes": ["ReadWriteMany"],
             "resources": {"requests": size},

@@ -58,15 +58,21 @@ def _changed(path: str, policy: KVTierPolicy, before: TierSpec, after: TierSpec)
             f'{path}: tier "{after.name}" is of another kind now and starts empty'
             f"{_claim(policy, before)}"
         )
-    elif (
-        before.file_system is not None
-        and after.file_system is not None
-        and before.file_system.volume != after.file_system.volume
-    ):
-        yield (
-            f'{path}.fileSystem.volume: tier "{after.name}" does not hold there what it holds now; '
-            f"pods use the new volume when they are replaced{_claim(policy, before)}"
-        )
+        return
+    new = {each.name: each.volume for each in after.volumes}
+    for each in before.volumes:
+        if new.get(each.name) == each.volume:
+            continue
+        if each.name:
+            yield (
+                f'{path}.fileSystem.volumes: what tier "{after.name}" holds on volume '
+                f'"{each.name}" is not used by pods that are created from now on'
+            )
+        else:
+            yield (
+                f'{path}.fileSystem.volume: tier "{after.name}" does not hold there what it holds '
+                f"now; pods use the new volume when they are replaced{_claim(policy, before)}"
+            )
 
 
 def _kind(tier: TierSpec) -> str:
@@ -77,7 +83,8 @@ def _kind(tier: TierSpec) -> str:
 
 def _claim(policy: KVTierPolicy, tier: TierSpec) -> str:
     """What happens to the claim that the operator created from a template for the tier."""
-    if tier.file_system is None or tier.file_system.volume.claim_template is None:
-        return ""
-    name = claim_name(policy, tier)
-    return f". Claim {name} is deleted with its data once no pod mounts it"
+    for each in tier.volumes:
+        if each.volume.claim_template is not None:
+            name = claim_name(policy, each)
+            return f". Claim {name} is deleted with its data once no pod mounts it"
+    return ""

@@ -189,13 +189,12 @@ def _example_labels(selector: LabelSelector) -> dict[str, str]:
 def _shareable_volumes(policy: KVTierPolicy, settings: Settings) -> Iterator[tuple[str, bool]]:
     """Volumes that other policies may use too, and whether policies share one directory in them."""
     for tier in policy.spec.tiers:
-        if tier.file_system is None:
-            continue
-        volume = tier.file_system.volume
-        same_directory = sub_path(policy, tier, settings.allowed_volumes) is None
-        if volume.persistent_volume_claim is not None:
-            yield f"claim {volume.persistent_volume_claim.claim_name}", same_directory
-        elif volume.host_path is not None:
-            yield f"hostPath {volume.host_path.path.rstrip('/')}", same_directory
-        elif volume.nfs is not None:
-            yield f"{volume.nfs.server}:{volume.nfs.path.rstrip('/')}", same_directory
+        for each in tier.volumes:
+            volume = each.volume
+            same_directory = sub_path(policy, volume, settings.allowed_volumes) is None
+            if volume.persistent_volume_claim is not None:
+                yield f"claim {volume.persistent_volume_claim.claim_name}", same_directory
+            elif volume.host_path is not None:
+                yield f"hostPath {volume.host_path.path.rstrip('/')}", same_directory
+            elif volume.nfs is not None:
+                yield f"{volume.nfs.server}:{volume.nfs.path.rstrip('/')}", same_directory

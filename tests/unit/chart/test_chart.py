@@ -44,9 +44,39 @@ def test_the_chart_passes_helm_lint() -> None:
 def test_chart_and_code_have_the_same_version() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert chart["version"] == chart["appVersion"] == kvtier.__version__
-    values = yaml.safe_load((CHART / "values.yaml").read_text())
-    tags = {values["images"][name].rpartition(":")[2] for name in ("operator", "payload", "tierd")}
-    assert tags == {kvtier.__version__}
+    images = settings_of(render()).images
+    tag = kvtier.__version__
+    assert (images.payload, images.tierd) == (f"kvtier/payload:{tag}", f"kvtier/payload:{tag}")
+
+
+DIGEST = "sha256:" + "0123456789abcdef" * 4
+
+
+@pytest.mark.parametrize(
+    ("image", "registry", "expected"),
+    [
+        ("kvtier/x", "", f"kvtier/x:{kvtier.__version__}"),
+        ("kvtier/x:dev", "", "kvtier/x:dev"),
+        (f"kvtier/x@{DIGEST}", "", f"kvtier/x@{DIGEST}"),
+        (f"kvtier/x:1@{DIGEST}", "", f"kvtier/x:1@{DIGEST}"),
+        ("localhost:5000/x", "", f"localhost:5000/x:{kvtier.__version__}"),
+        ("kvtier/x", "mirror.example", f"mirror.example/kvtier/x:{kvtier.__version__}"),
+        ("x", "mirror.example", f"mirror.example/x:{kvtier.__version__}"),
+        ("reg.example/kvtier/x:1", "mirror.example:5000/", "mirror.example:5000/kvtier/x:1"),
+        (f"localhost/x@{DIGEST}", "mirror.example/all", f"mirror.example/all/x@{DIGEST}"),
+        ("reg:5000/a/x", "mirror.example", f"mirror.example/a/x:{kvtier.__version__}"),
+    ],
+)
+def test_images_have_the_charts_version_and_the_registry_of_the_values(
+    image: str, registry: str, expected: str
+) -> None:
+    values = {"operator": image, "payload": image, "tierd": image, "registry": registry}
+    objects = render({"images": values})
+    found = settings_of(objects).images
+    assert (found.payload, found.tierd) == (expected, expected)
+    for name in ("kvtier-controller", "kvtier-webhook"):
+        (container,) = one(objects, "Deployment", name)["spec"]["template"]["spec"]["containers"]
+        assert container["image"] == expected
 
 
 def test_generated_files_are_up_to_date() -> None:

@@ -82,12 +82,16 @@ def test_argo_cd_syncs_the_definition_first_and_never_prunes_it() -> None:
 
 
 def test_security_contexts_can_lose_single_fields_or_all() -> None:
-    some = {"podSecurityContext": {"runAsUser": None, "runAsGroup": None, "fsGroup": None}}
     for component in COMPONENTS:
-        spec = pod(render(some), component)["spec"]
-        assert spec["securityContext"] == {
+        # No user or group by default: OpenShift assigns those of the namespace.
+        assert pod(render(), component)["spec"]["securityContext"] == {
             "runAsNonRoot": True,
             "seccompProfile": {"type": "RuntimeDefault"},
+        }
+        some = render({"podSecurityContext": {"seccompProfile": None, "runAsUser": 7}})
+        assert pod(some, component)["spec"]["securityContext"] == {
+            "runAsNonRoot": True,
+            "runAsUser": 7,
         }
         nothing = pod(
             render({"podSecurityContext": None, "containerSecurityContext": None}), component

@@ -14,9 +14,10 @@ from aiohttp import web
 from tests.support.memory_cluster import MemoryCluster
 from tests.support.pods import injected_pod, running, status_document
 
+from kvtier.config.host_ports import HOST_PORTS, host_ports
 from kvtier_operator.api.pods import decode_pod
 from kvtier_operator.controller.events import EventRecorder
-from kvtier_operator.controller.pods.poll import HOST_PORTS, PodPoller, PollTarget, poll_target
+from kvtier_operator.controller.pods.poll import PodPoller, PollTarget, poll_target
 from kvtier_operator.controller.pods.reports import MAX_BODY_BYTES, LastReport
 from kvtier_operator.settings import Settings
 
@@ -304,12 +305,51 @@ def test_a_structure_without_a_port_means_the_default_port(annotation: str) -> N
 
 
 def test_on_the_nodes_address_only_ports_of_kvtier_are_polled() -> None:
-    for port, expected in ((22, 9400), (10250, 9400), (HOST_PORTS.start, HOST_PORTS.start)):
+    for port in (0, 22, 9400, 10250, HOST_PORTS.start):
         pod_object = running(injected_pod(port=port))
         pod_object["spec"]["hostNetwork"] = True
         found = poll_target(decode_pod(pod_object))
         assert found is not None
-        assert found.port == expected
+        polled = tuple(each.port for each in found.candidates)
+        # A pod of an earlier version declares a port of the range.
+        derived = host_ports(pod_object["metadata"]["uid"])
+        assert polled == ((port,) if port in HOST_PORTS else derived)
+
+
+def test_a_pod_on_the_nodes_network_is_found_at_its_port_and_told_from_its_neighbours() -> None:
+    def answers_as(uid: str) -> Handler:
+        async def handler(request: web.Request) -> web.Response:
+            return web.json_response({**status_document(), "podUid": uid})
+
+        return handler
+
+    async def closed(request: web.Request) -> web.Response:
+        return web.Response(status=401)
+
+    async def scenario(*handlers: Handler) -> LastReport:
+        async with contextlib.AsyncExitStack() as stack:
+            servers = [await stack.enter_async_context(pod(each)) for each in handlers]
+            ports = [1, *(server.port for server in servers)]
+            target = PollTarget("own", "127.0.0.1", ports[0], tuple(ports[1:]))
+            poller = await stack.enter_async_context(polling(chosen()))
+            poller.set_targets(KEY, [target], "secret")
+            await until(lambda: poller.last_report("own") != LastReport())
+            return poller.last_report("own")
+
+    found = asyncio.run(scenario(closed, answers_as("neighbour"), answers_as("own")))
+    assert found.report is not None
+    assert found.report.pod_uid == "own"
+    lost = asyncio.run(scenario(answers_as("neighbour"), answers_as("")))
+    assert (lost.report, lost.error) == (None, "connection failed")
+
+
+def test_the_ports_of_a_pod_are_few_in_range_and_stable() -> None:
+    uid = "1b4e28ba-2fa1-11d2-883f-0016d3cca427"
+    assert host_ports(uid) == (21_268, 21_269, 21_270, 21_271)
+    for number in range(2_000):
+        ports = host_ports(str(number))
+        assert len(set(ports)) == 4
+        assert all(port in HOST_PORTS for port in ports)
 
 
 def test_an_ipv6_address_is_in_brackets_and_a_pod_without_address_is_not_polled() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tests.support import pod_objects
 from tests.support.pod_objects import (
+    GUARANTEED,
     POLICY_UID,
     container,
     file_tier,
@@ -422,16 +423,31 @@ class TestPod:
         port = container(found, TIERD_CONTAINER)["ports"][0]["containerPort"]
         assert port == 9400 + len(taken) == structural(found).http.port
 
-    def test_with_host_network_the_port_is_in_a_range(self) -> None:
-        ports = set()
-        for name in ("a", "b", "c"):
-            found = attached(
-                pod_objects.policy(), pod_objects.pod(metadata={"name": name}, hostNetwork=True)
-            ).pod
-            ports.add(container(found, TIERD_CONTAINER)["ports"][0]["containerPort"])
-            assert structural(found).http.port in ports
-        assert len(ports) == 3
-        assert all(20_000 <= port < 30_000 for port in ports)
+    @pytest.mark.parametrize(("daemon", "name"), [("Sidecar", TIERD_CONTAINER), ("Engine", "vllm")])
+    def test_with_host_network_no_port_is_declared_and_tierd_derives_it_from_the_pods_uid(
+        self, daemon: str, name: str
+    ) -> None:
+        policy = pod_objects.policy(engine={"daemon": daemon})
+        pod = pod_objects.pod(pod_objects.engine(resources=GUARANTEED), hostNetwork=True)
+        found = attached(policy, pod).pod
+        assert structural(found).http.port == 0
+        spec = found["spec"]
+        assert all("ports" not in each for each in spec["containers"] + spec["initContainers"])
+        assert {
+            "name": "KVTIER_HOST_NETWORK_POD",
+            "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}},
+        } in container(found, name)["env"]
+        # Elsewhere the variable is absent: the port is then the document's.
+        other = attached(policy, pod_objects.pod(*pod["spec"]["containers"])).pod
+        assert "KVTIER_HOST_NETWORK_POD" not in json.dumps(other)
+
+    def test_a_pod_that_openshift_admitted_is_given_no_seccomp_profile(self) -> None:
+        pod = pod_objects.pod(metadata={"annotations": {"openshift.io/scc": "anyuid"}})
+        found = attached(pod_objects.policy(), pod).pod
+        for name in (TIERD_CONTAINER, PAYLOAD_CONTAINER):
+            context = container(found, name)["securityContext"]
+            assert "seccompProfile" not in context
+            assert context["capabilities"] == {"drop": ["ALL"]}
 
     def test_the_input_and_the_grace_period_do_not_change(self) -> None:
         pod = pod_objects.pod(

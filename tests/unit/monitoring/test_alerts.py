@@ -105,6 +105,16 @@ CASES = {
         OF_TIER,
         before="14m",
     ),
+    "KVTierVolumeUnavailable": Case(
+        {f'kvtier_volume_state{{{TIER},volume="nvme1",state="BreakerOpen"}}': "0x10 1x50"},
+        {
+            f'kvtier_volume_state{{{TIER},volume="nvme1",state="BreakerOpen"}}': "0x60",
+            f'kvtier_volume_state{{{TIER},volume="nvme0",state="Degraded"}}': "1x60",
+        },
+        "Volume nvme1 of tier disk of n/e is not used.",
+        {**OF_TIER, "volume": "nvme1"},
+        before="14m",
+    ),
     "KVTierSlotsQuarantined": Case(
         {f'kvtier_pool_bytes{{{POD},use="quarantined"}}': "2097152x60"},
         {f'kvtier_pool_bytes{{{POD},use="quarantined"}}': "2097152x5 0x60"},

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,11 @@ ALTERNATIVES: dict[str, Any] = {
     "podSelector.matchExpressions[].operator": "NotIn",
     "tiers[].fileSystem.volume.hostPath.type": "DirectoryOrCreate",
     "tiers[].fileSystem.volume.hostPath.path": "/mnt/other",
+    "tiers[].fileSystem.volumes[].hostPath.type": "DirectoryOrCreate",
+    "tiers[].fileSystem.volumes[].hostPath.path": "/mnt/other",
+    "tiers[].fileSystem.volumes[].ephemeral.volumeClaimTemplate.spec.accessModes": [
+        "ReadWriteOnce"
+    ],
     "tiers[].fileSystem.volume.nfs.server": "other.example",
     "tiers[].fileSystem.volume.nfs.path": "/other",
     "tiers[].fileSystem.volume.nfs.mountOptions": ["nodiratime"],
@@ -98,7 +104,10 @@ NEEDS: dict[str, dict[str, Any]] = {
     "resources.daemon.requests": {"resources": {"daemon": {"limits": {"cpu": "8"}}}},
 }
 """What a policy must have for a field to matter."""
-REFUSED = ("tiers[].fileSystem.volume.hostPath.type",)
+REFUSED = (
+    "tiers[].fileSystem.volume.hostPath.type",
+    "tiers[].fileSystem.volumes[].hostPath.type",
+)
 """Fields with one valid value."""
 UNREAD = {"schema_version", "local_ranks", "hash_seed"}
 """Values of the documents that engine and tierd do not read. The operator puts the last two into
@@ -134,13 +143,17 @@ def _base(path: str, connector: str) -> dict[str, Any]:
         remote = {"url": "redis://cache:6379", "credentialsSecretRef": reference}
         spec["tiers"].append({"name": "remote", "lmcache": remote})
     elif ".memory." not in path:
-        source = path.split(".volume.")[1].split(".")[0] if ".volume." in path else "hostPath"
+        below = re.search(r"\.volumes?(?:\[\])?\.(\w+)", path)
+        source = below[1] if below is not None and below[1] in VOLUMES else "hostPath"
         if path.endswith("sharing"):
             source = "persistentVolumeClaim"
         volume = json.loads(json.dumps({source: VOLUMES[source]}))
         # Storage for all pods of a node: every source allows it.
         sharing = "Pod" if source in ("emptyDir", "ephemeral") else "Node"
         files = {"capacity": "2Gi", "sharing": sharing, "volume": volume}
+        if ".volumes[]" in path:
+            one = {"name": "disk0", "capacity": "2Gi", **volume}
+            files = {"sharing": sharing, "volumes": [one]}
         spec["tiers"].append({"name": "disk", "fileSystem": files})
     for key, value in NEEDS.get(path, {}).items():
         spec[key] = {**spec.get(key, {}), **json.loads(json.dumps(value))}
@@ -296,6 +309,7 @@ def _reported(policy: KVTierPolicy, path: str) -> bool:
     messages += [error.message for error in connectors.unsupported_fields(policy)]
     messages += [error.message for error in connectors.policy_errors(policy)]
     concrete = f"spec.{path}".replace("tiers[]", f"tiers[{len(policy.spec.tiers) - 1}]")
+    concrete = concrete.replace("volumes[]", "volumes")
     fields = [message.split(":")[0] for message in messages]
     return any(concrete == field or concrete.startswith(f"{field}.") for field in fields)
 

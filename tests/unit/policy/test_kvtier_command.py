@@ -362,7 +362,6 @@ class TestExplain:
         for part in (
             "spec.tiers.fileSystem.capacity",
             "quantity",
-            "required",
             "live: applies to running engines",
         ):
             assert part in outcome.out

@@ -65,6 +65,7 @@ class TestMerging:
                         "syncData": True,
                         "minFreeBytes": 11,
                         "minFreePercent": 12,
+                        "volumeCapacityBytes": {"nvme0": 13},
                     }
                 },
             }
@@ -87,6 +88,7 @@ class TestMerging:
             "sync_data": True,
             "min_free_bytes": 11,
             "min_free_percent": 12,
+            "volume_capacity_bytes": {"nvme0": 13},
         }
         assert after.tiers["shared"] == BEFORE.tiers["shared"]
 

@@ -145,6 +145,7 @@ class TestTopology:
             "kind": "fileSystem",
             "name": "nvme",
             "path": "/var/lib/kvtier/tiers/nvme",
+            "volumes": (),
             "sharing": "Node",
             "direct_io": "Auto",
             "read_threads": 8,
@@ -186,6 +187,35 @@ class TestTopology:
         assert values.min_store_tokens == 4096
         assert (values.breaker.failure_threshold, values.breaker.period_seconds) == (2, 3)
         assert values.tiers["nvme"].sync_data
+
+    def test_volumes_have_a_path_and_a_capacity_each(self) -> None:
+        tier = {
+            "name": "nvme",
+            "fileSystem": {
+                "sharing": "Node",
+                "volumes": [
+                    {"name": "d0", "capacity": "2Gi", "hostPath": {"path": "/mnt/0"}},
+                    {"name": "d1", "capacity": "3Gi", "persistentVolumeClaim": {"claimName": "c"}},
+                ],
+            },
+        }
+        policy = _policy({"spec.tiers.1": tier})
+        document = documents.structural(policy, pod_placement(policy))
+        disk = document.tiers[1]
+        assert isinstance(disk, FileSystemTierDocument)
+        assert disk.path == ""
+        assert [(each.name, each.path) for each in disk.volumes] == [
+            ("d0", "/var/lib/kvtier/tiers/nvme/d0"),
+            ("d1", "/var/lib/kvtier/tiers/nvme/d1"),
+        ]
+        values = live(policy).tiers["nvme"]
+        assert values.capacity_bytes == 5 << 30
+        assert values.volume_capacity_bytes == {"d0": 2 << 30, "d1": 3 << 30}
+        assert values.min_free_percent == 15
+        assert volumes.pod_volume(policy, policy.spec.volume("nvme/d0")) == {
+            "hostPath": {"path": "/mnt/0", "type": "Directory"}
+        }
+        assert volumes.claim_name(policy, policy.spec.volume("nvme/d1")) == "c"
 
     @pytest.mark.parametrize(("volume", "given", "kept"), [
         ({"hostPath": {"path": "/mnt/nvme/kv"}}, None, (0, 15)),
@@ -511,7 +541,7 @@ class TestKubernetes:
             "resources": {"requests": {"storage": "500Gi"}},
             "storageClassName": "fast",
         }
-        assert volumes.pod_volume(policy, policy.spec.tier("nvme")) == {
+        assert volumes.pod_volume(policy, policy.spec.volume("nvme")) == {
             "persistentVolumeClaim": {"claimName": claim["metadata"]["name"]}
         }
 
@@ -548,7 +578,7 @@ class TestKubernetes:
         self, volume: dict[str, Any], expected: dict[str, Any]
     ) -> None:
         policy = _local({"spec.tiers.1.fileSystem.volume": volume})
-        assert volumes.pod_volume(policy, policy.spec.tier("nvme")) == expected
+        assert volumes.pod_volume(policy, policy.spec.volume("nvme")) == expected
 
     def test_http_endpoints_are_loopback_unless_rendered_for_pods(self, tmp_path: Path) -> None:
         assert local.place_topology(_local(), tmp_path).topology.structural.http == HttpEndpoint()

@@ -13,9 +13,12 @@ from tests.unit.scheduler.scheduler_testbed import BLOCK, CHUNK, SchedulerTestbe
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, supports_hma
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
@@ -130,8 +133,11 @@ def test_the_connector_supports_hybrid_memory_and_requires_no_delivery(
 def test_unsupported_models_turn_kvtier_off_with_their_geometry(
     directory: Path, role: KVConnectorRole, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = KVTierConnector(_config(directory), role, _caches(_sliding(), _full()))
-    assert "SlidingWindowSpec" in caplog.text
+    import torch
+
+    other = CrossAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32)
+    made = KVTierConnector(_config(directory), role, _caches(_sliding(), other))
+    assert "group 1: other (CrossAttentionSpec) with blocks of 32 tokens" in caplog.text
     assert "window 128" in caplog.text
     assert made.get_num_new_matched_tokens(SimpleNamespace(), 0) == (0, False)
     assert made.get_kv_connector_stats().data["off"] == {"UnsupportedGeometryError": 1}  # type: ignore[union-attr]
@@ -331,6 +337,42 @@ def test_uniform_types_are_unwrapped_and_mixed_types_rejected() -> None:
         block_size=BLOCK, kv_cache_specs={"a": _full(), "b": _sliding()}
     )
     assert group_of(KVCacheGroupSpec(["a", "b"], mixed)).kind is GroupKind.OTHER
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "text"),
+    [
+        ({}, GroupKind.STATE, "MambaSpec"),
+        ({"mamba_cache_mode": "all"}, GroupKind.OTHER, "set mamba_cache_mode to 'align'"),
+        ({"num_speculative_blocks": 2}, GroupKind.OTHER, "speculative decoding: disable that"),
+    ],
+)
+def test_linear_states_are_served_in_the_mode_in_which_vllm_names_their_blocks(
+    changes: dict[str, Any], kind: GroupKind, text: str
+) -> None:
+    import torch
+
+    values: dict[str, Any] = {
+        "block_size": BLOCK,
+        "shapes": ((3, 8), (4, 4)),
+        "dtypes": (torch.float32, torch.float32),
+        "mamba_cache_mode": "align",
+        **changes,
+    }
+    group = group_of(KVCacheGroupSpec(["a"], MambaSpec(**values)))
+    assert group.kind is kind
+    assert text in group.name
+
+
+def test_chunked_local_attention_is_served_with_its_attention_chunk() -> None:
+    import torch
+
+    spec = ChunkedLocalAttentionSpec(
+        block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32,
+        attention_chunk_size=256,
+    )  # fmt: skip
+    group = group_of(KVCacheGroupSpec(["a"], spec))
+    assert (group.kind, group.window_tokens) == (GroupKind.CHUNKED, 256)
 
 
 def test_subclasses_of_supported_specs_are_not_supported() -> None:

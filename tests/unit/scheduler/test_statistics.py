@@ -193,6 +193,7 @@ SOURCES = {
     "abandon": ("load_failures", 0),
     "_drain": ("load_failures", 0),
     "_drop": ("dropped_stores", 1),
+    "_drop_held": ("dropped_stores", 1),
     "_drop_planned": ("dropped_stores", 0),
     "_guarded": ("errors", 0),
 }
@@ -239,7 +240,7 @@ def _counted_by(node: ast.AST) -> Iterator[tuple[str, str]]:
     elif isinstance(node, ast.keyword) and node.arg == "reason":
         yield from (("load_failures", value) for value in _strings(node.value))
     elif isinstance(node, ast.FunctionDef) and node.name in (
-        "_plan_chunk",
+        "_cannot_reference",
         "_store_blocked_reason",
     ):
         for each in ast.walk(node):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,6 +21,7 @@ from kvtier.config.models import (
     PolicyIdentity,
     Selection,
     Structural,
+    TierVolumeDocument,
     Topology,
 )
 from kvtier.store.context import StoreRuntime
@@ -39,8 +40,10 @@ from kvtier.store.types import (
 )
 from kvtier.tiers.base import ALIGNMENT_BYTES, ObjectMeta, ObjectRef, OnChange, TierLimits, aligned
 from kvtier.tiers.checksum import Blake3
+from kvtier.tiers.volume_set import VolumeSet
 
 PAGE = ALIGNMENT_BYTES
+NO_VOLUMES: Mapping[str, tuple[str, ...]] = {}
 NAMESPACE = "a" * 32
 CHECKSUMS = Blake3()
 
@@ -144,10 +147,17 @@ def topology(
     names: tuple[str, ...],
     read_threads: int = 8,
     eviction_policy: Literal["LRU", "ARC"] = "LRU",
+    volumes: Mapping[str, tuple[str, ...]] = NO_VOLUMES,
 ) -> Topology:
-    """A topology with one memory tier and file tiers of these names."""
+    """A topology with one memory tier and file tiers of these names. ``volumes``: by tier."""
     lower = [
-        FileSystemTierDocument(name=n, path="/x", sharing="Pod", read_threads=read_threads)
+        FileSystemTierDocument(
+            name=n,
+            path="" if n in volumes else "/x",
+            volumes=tuple(TierVolumeDocument(name=v, path=f"/{v}") for v in volumes.get(n, ())),
+            sharing="Pod",
+            read_threads=read_threads,
+        )
         for n in names
     ]
     structural = Structural(
@@ -206,15 +216,23 @@ class StoreFixture:
         opened: bool = True,
         tier_type: type[WatchedTier] = WatchedTier,
         eviction_policy: Literal["LRU", "ARC"] = "LRU",
+        volumes: Mapping[str, tuple[str, ...]] = NO_VOLUMES,
     ) -> None:
         self.pool = bytearray(slots * PAGE)
         self.generations = memoryview(bytearray(generation_bytes(len(self.pool))))
         self.clock = ManualClock()
         self.io = ManualExecutor()
-        self.tiers = [tier_type(name) for name in tiers]
+        self.parts = {
+            name: [tier_type(part) for part in volumes.get(name, (name,))] for name in tiers
+        }
+        self.tiers = [part for parts in self.parts.values() for part in parts]
+        """The tiers, or their volumes."""
+        self._volumes = volumes
         if values is None:
             values = live(**{name: LiveTier(capacity_bytes=1 << 30) for name in tiers})
-        self._document = topology(values, len(self.pool), tiers, read_threads, eviction_policy)
+        self._document = topology(
+            values, len(self.pool), tiers, read_threads, eviction_policy, volumes
+        )
         self._table_file = os.memfd_create("slots")
         weakref.finalize(self, os.close, self._table_file)
         self.orphaned_reads: dict[str, tuple[SlotLocation, ...]] = {}
@@ -237,7 +255,10 @@ class StoreFixture:
         return TierStore(
             len(self.pool),
             self.pool,
-            self.tiers,
+            [
+                VolumeSet(name, parts) if name in self._volumes else parts[0]
+                for name, parts in self.parts.items()
+            ],
             self._document,
             StoreRuntime(self.io, self.clock, CHECKSUMS, self.counters, self.generations),
             PoolRecovery(fenced, self.table, self.read_log, self.orphaned_reads),

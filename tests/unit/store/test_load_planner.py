@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from tests.unit.store.store_fixture import PAGE, StoreFixture, block_hash, live
 
-from kvtier.config.models import LiveTier
+from kvtier.config.models import LiveTier, Selection
 from kvtier.store.cost_model import Prefill, PrefixCost
 from kvtier.store.types import PromotionOutcome
 from kvtier.tierd.wire import Promote, decode_from_engine, encode
@@ -264,3 +264,30 @@ def test_objects_are_counted_with_their_whole_size() -> None:
     fixture = world_with(*range(4))
     promote(fixture, *range(4))
     assert fixture.store.accounts().reading == 4 * PAGE
+
+
+@pytest.mark.parametrize("selection", list(Selection))
+@pytest.mark.parametrize(("present", "usable"), [((1, 2, 3), 3), ((1, 2), 0), ((2, 3), 0)])
+def test_keys_that_are_of_use_together_only_are_read_if_all_are_there(
+    selection: Selection, present: tuple[int, ...], usable: int
+) -> None:
+    fixture = StoreFixture(values=live(selection, disk=LiveTier(capacity_bytes=1 << 30)))
+    fixture.engine()
+    fixture.put_in_tier(*present)
+    given = PrefixCost(0, (1, 2, 3 * CHUNK), PREFILL, whole=True)
+    number = promote(fixture, 1, 2, 3, given=given)
+    assert len(fixture.calls("read:")) == usable
+    fixture.settle("read:")
+    (end,) = fixture.ends(number)
+    assert end.usable == usable
+
+
+def test_a_part_of_keys_that_are_of_use_together_only_earns_no_time() -> None:
+    fixture = world_with(1, 2, 3)
+    given = PrefixCost(0, (1, 2, 3 * CHUNK), PREFILL, whole=True)
+    number = promote(fixture, 1, 2, 3, given=given)
+    for call in fixture.calls("read:")[:2]:
+        fixture.io.run(call)
+    fixture.pump()
+    fixture.advance(3 * 0.256 * 0.5 + 0.01)
+    assert len(fixture.ends(number)) == 1

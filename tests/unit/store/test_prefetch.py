@@ -198,3 +198,28 @@ def test_any_order_of_prefetches_promotions_and_ends_keeps_the_accounts(seed: in
     fixture.settle()
     assert fixture.store._prefetches.bytes == 0
     assert fixture.held(NAMESPACE)
+
+
+def test_a_tier_that_hangs_keeps_half_of_its_threads_for_requests_and_gets_no_more() -> None:
+    fixture = fixture_with(*range(30))
+    number = prefetch(fixture, *range(10))
+    hung = fixture.calls("read:")
+    for call in hung:
+        fixture.io.hold(call)
+    promotion = fixture.promote(20, 21)
+    waiting = [call for call in fixture.calls("read:") if call not in hung]
+    assert (len(hung), len(waiting)) == (THREADS // 2, 2)
+    for call in waiting:
+        fixture.io.run(call)
+    fixture.pump()
+    (end,) = fixture.ends(promotion)
+    assert (end.usable, end.outcome) == (2, "whole")
+    fixture.advance(60.0)
+    assert fixture.counted("prefetch_reads", "disk") == THREADS // 2
+    assert fixture.store._prefetches._reading[1] == 0
+    cancel(fixture, number)
+    # What returns at last is kept or dropped, and every slot is accounted for.
+    for call in hung:
+        fixture.io.run(call)
+    fixture.pump()
+    fixture.check_accounts()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -27,6 +28,8 @@ from tests.unit.store.store_fixture import (
     WatchedTier,
     block_hash,
     live,
+    object_bytes,
+    object_meta,
     shard_content,
 )
 
@@ -81,6 +84,9 @@ KINDS = (
     Kind("c" * 32, ((64, 64),), (0, 1), False),
 )
 NAMES = ("e0", "e1", "e2")
+DISKS = ("d0", "d1", "d2")
+PLACES = 4
+"""Tiers and volumes that rules choose from; more than there are mean the last."""
 FAILURES = {
     "ok": None,
     "unavailable": TierUnavailableError,
@@ -90,9 +96,57 @@ FAILURES = {
 }
 
 
+NOTHING_USABLE = (
+    PromotionOutcome.ABSENT,
+    PromotionOutcome.FAILED,
+    PromotionOutcome.CANCELLED,
+)
+
+
 class CheckingTier(WatchedTier):
     """Refuses, as a failed test, to be given anything but the final bytes of the key with checksums
-    over them."""
+    over them. Other processes store in it without announcing it at once."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.unknown: set[ObjectRef] = set()
+
+    @property
+    def asks_on_miss(self) -> bool:
+        return True
+
+    def contains(self, ref: ObjectRef) -> bool:
+        return ref not in self.unknown and super().contains(ref)
+
+    def keys(self, namespace: str) -> Iterator[bytes]:
+        known = list(super().keys(namespace))
+        return iter([key for key in known if ObjectRef(namespace, key) not in self.unknown])
+
+    def put_unannounced(self, namespace: str, key: bytes, shards: tuple[int, ...]) -> None:
+        """Another process stores an object; its announcement is late."""
+        ref = ObjectRef(namespace, key)
+        if ref not in self.objects:
+            self.unknown.add(ref)
+            self.objects[ref] = (
+                object_bytes(namespace, key, shards),
+                object_meta(namespace, key, shards),
+            )
+
+    def learn(self) -> None:
+        """The announcements of other processes arrive."""
+        for ref in sorted(self.unknown, key=lambda ref: (ref.namespace, ref.key)):
+            self._learn(ref)
+
+    def _learn(self, ref: ObjectRef) -> None:
+        if ref in self.unknown:
+            self.unknown.discard(ref)
+            if ref in self.objects:
+                self._on_change(ref.namespace, ref.key, True)
+
+    def probe(self, ref: ObjectRef) -> bool:
+        self._act("probe")
+        self._learn(ref)
+        return super().probe(ref)
 
     def write(self, ref: ObjectRef, payload: memoryview, meta: ObjectMeta) -> None:
         offset = 0
@@ -106,6 +160,7 @@ class CheckingTier(WatchedTier):
                     "a lower tier was given bytes that are not the key's, or not sealed"
                 )
             offset += aligned(size)
+        self._learn(ref)
         super().write(ref, payload, meta)
 
 
@@ -144,8 +199,10 @@ class Driver:
     """Applies operations given as plain values to one store, so that a sequence can be repeated on
     a second one."""
 
-    def __init__(self, fenced: bool, eviction_policy: Literal["LRU", "ARC"]) -> None:
+    def __init__(self, fenced: bool, eviction_policy: Literal["LRU", "ARC"], volumes: int) -> None:
+        """``volumes``: of the tier "disk"; with one it is a single directory."""
         tiers = ("disk", "nfs")
+        disks = {"disk": DISKS[:volumes]} if volumes > 1 else {}
         values = live(threshold=3, **{name: LiveTier(capacity_bytes=1 << 30) for name in tiers})
         self.fixture = StoreFixture(
             SLOTS,
@@ -155,6 +212,7 @@ class Driver:
             read_threads=3,
             tier_type=CheckingTier,
             eviction_policy=eviction_policy,
+            volumes=disks,
         )
         check_order(self.fixture.store)
         self.log: list[tuple[float, StoreEvent]] = []
@@ -221,14 +279,30 @@ class Driver:
 
     def tier_mode(self, tier: int, mode: str) -> None:
         failure = FAILURES[mode]
-        self.fixture.tiers[tier].fail = None if failure is None else partial(failure, mode)
+        self.place(tier).fail = None if failure is None else partial(failure, mode)
+
+    def place(self, number: int) -> WatchedTier:
+        """A tier, or a volume of one."""
+        return self.fixture.tiers[min(number, len(self.fixture.tiers) - 1)]
 
     def tier_put(self, tier: int, namespace: str, key: bytes, shards: tuple[int, ...]) -> None:
-        self.fixture.tiers[tier].put(namespace, key, shards)
+        self.place(tier).put(namespace, key, shards)
+
+    def tier_put_unannounced(
+        self, tier: int, namespace: str, key: bytes, shards: tuple[int, ...]
+    ) -> None:
+        found = self.fixture.tiers[tier]
+        assert isinstance(found, CheckingTier)
+        found.put_unannounced(namespace, key, shards)
+
+    def tier_learn(self, tier: int) -> None:
+        found = self.fixture.tiers[tier]
+        assert isinstance(found, CheckingTier)
+        found.learn()
 
     def tier_flip(self, tier: int, number: int) -> None:
         """One byte of one stored object flips."""
-        objects = self.fixture.tiers[tier].objects
+        objects = self.place(tier).objects
         if objects:
             ref = list(objects)[number % len(objects)]
             data, meta = objects[ref]
@@ -237,10 +311,10 @@ class Driver:
             objects[ref] = (data[:position] + flipped + data[position + 1 :], meta)
 
     def tier_drop(self, tier: int, number: int) -> None:
-        objects = list(self.fixture.tiers[tier].objects)
+        objects = list(self.place(tier).objects)
         if objects:
             ref = objects[number % len(objects)]
-            self.fixture.tiers[tier].drop(ref.namespace, ref.key)
+            self.place(tier).drop(ref.namespace, ref.key)
 
     def configure(
         self,
@@ -305,9 +379,11 @@ class StoreMachine(RuleBasedStateMachine):
         self.tokens: list[int] = []
         self.deadlines: dict[tuple[str, int], float] = {}
         self.ended: set[tuple[str, int]] = set()
+        self.lookups: set[tuple[str, int]] = set()
         self.numbers = 0
         self.fenced = self.began_fenced = False
         self.eviction_policy: Literal["LRU", "ARC"] = "LRU"
+        self.volumes = 1
 
     # Machinery.
 
@@ -369,10 +445,13 @@ class StoreMachine(RuleBasedStateMachine):
             engine = self.engines.get(event.engine)
             if engine is not None:
                 keys = engine.promotions[event.promotion]
-                assert (event.outcome is PromotionOutcome.WHOLE) == (event.usable == len(keys) > 0)
-                assert (event.outcome in (PromotionOutcome.FAILED, PromotionOutcome.CANCELLED)) == (
-                    event.usable == 0
-                )
+                whole = event.outcome is PromotionOutcome.WHOLE
+                if name in self.lookups:
+                    # What is not found is not part of the promotion.
+                    assert not whole or event.usable > 0
+                else:
+                    assert whole == (event.usable == len(keys) > 0)
+                assert (event.outcome in NOTHING_USABLE) == (event.usable == 0)
                 assert len(event.tiers) == len(event.locations) == event.usable
                 for location in event.locations:
                     offset, generation = unpack_location(location)
@@ -412,6 +491,7 @@ class StoreMachine(RuleBasedStateMachine):
         kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=len(NAMES)),
         held=st.tuples(st.integers(0, CHUNKS), st.integers(0, CHUNKS)),
         eviction_policy=st.sampled_from(("LRU", "ARC")),
+        volumes=st.sampled_from((1, 2, 3)),
     )
     def begin(
         self,
@@ -419,11 +499,12 @@ class StoreMachine(RuleBasedStateMachine):
         kinds: list[Kind],
         held: tuple[int, int],
         eviction_policy: Literal["LRU", "ARC"],
+        volumes: int,
     ) -> None:
         """Opens some engines; the tiers hold a few prefixes."""
         self.fenced = self.began_fenced = fenced
-        self.eviction_policy = eviction_policy
-        self.driver = Driver(fenced, eviction_policy)
+        self.eviction_policy, self.volumes = eviction_policy, volumes
+        self.driver = Driver(fenced, eviction_policy, volumes)
         for tier, chunks in enumerate(held):
             for kind in KINDS[:2]:
                 for chunk in range(chunks):
@@ -639,7 +720,10 @@ class StoreMachine(RuleBasedStateMachine):
         number = self.number()
         engine.promotions[number] = keys
         self.deadlines[engine.info.engine, number] = self.now + budget
-        self.do("call", "promote", engine.info.engine, number, keys, budget)
+        look_up = data.draw(st.booleans())
+        if look_up:
+            self.lookups.add((engine.info.engine, number))
+        self.do("call", "promote", engine.info.engine, number, keys, budget, None, look_up)
 
     @precondition(lambda self: any(engine.promotions for engine in self.engines.values()))
     @rule(data=st.data())
@@ -729,31 +813,38 @@ class StoreMachine(RuleBasedStateMachine):
     def hang(self, number: int) -> None:
         self.do("hang", number)
 
-    @rule(tier=st.integers(0, 1), mode=st.sampled_from(("ok", "ok", "ok", *FAILURES)))
+    @rule(tier=st.integers(0, PLACES - 1), mode=st.sampled_from(("ok", "ok", "ok", *FAILURES)))
     def tier_mode(self, tier: int, mode: str) -> None:
         self.do("tier_mode", tier, mode)
 
     @rule(
-        tier=st.integers(0, 1),
+        tier=st.integers(0, PLACES - 1),
         kind=st.sampled_from(KINDS[:2]),
         chunk=st.integers(0, CHUNKS - 1),
         group=st.integers(0, 1),
+        announced=st.booleans(),
     )
-    def stored_elsewhere(self, tier: int, kind: Kind, chunk: int, group: int) -> None:
+    def stored_elsewhere(
+        self, tier: int, kind: Kind, chunk: int, group: int, announced: bool
+    ) -> None:
         group %= len(kind.shards)
         self.do(
-            "tier_put",
+            "tier_put" if announced else "tier_put_unannounced",
             tier,
             kind.namespace,
             bytes((group,)) + block_hash(chunk),
             kind.shards[group],
         )
 
-    @rule(tier=st.integers(0, 1), number=st.integers(0, 1000))
+    @rule(tier=st.integers(0, 1))
+    def announcements_arrive(self, tier: int) -> None:
+        self.do("tier_learn", tier)
+
+    @rule(tier=st.integers(0, PLACES - 1), number=st.integers(0, 1000))
     def flip(self, tier: int, number: int) -> None:
         self.do("tier_flip", tier, number)
 
-    @rule(tier=st.integers(0, 1), number=st.integers(0, 1000))
+    @rule(tier=st.integers(0, PLACES - 1), number=st.integers(0, 1000))
     def tier_evicts(self, tier: int, number: int) -> None:
         self.do("tier_drop", tier, number)
 
@@ -885,7 +976,7 @@ class StoreMachine(RuleBasedStateMachine):
         if not hasattr(self, "driver"):
             return
         self.wind_down()
-        again = Driver(self.began_fenced, self.eviction_policy)
+        again = Driver(self.began_fenced, self.eviction_policy, self.volumes)
         for operation in self.operations:
             again.apply(operation)
         assert again.log == self.driver.log, "the same inputs gave different events"
@@ -899,7 +990,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def wind_down(self) -> None:
         """Ends every operation, then checks that nothing is pinned."""
-        for tier in (0, 1):
+        for tier in range(PLACES):
             self.do("tier_mode", tier, "ok")
         self.do("configure", (1, 1), StorePolicy.ALL, Selection.COST, (1 << 30, None))
         if self.fenced:
@@ -923,6 +1014,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.do("run_lane", "")
             self.do("advance", 5.0)
         fixture = self.driver.fixture
+        self.check_files_hold_what_ram_holds()
         assert not self.deadlines, "a promotion never ended"
         assert fixture.store.pending_stores() == 0
         assert fixture.store.pinned_bytes == 0
@@ -950,6 +1042,21 @@ class StoreMachine(RuleBasedStateMachine):
             accounts.free + accounts.committed + accounts.evicting + accounts.unusable
             == accounts.pool_bytes
         )
+
+    def check_files_hold_what_ram_holds(self) -> None:
+        """In an idle store whose tiers work, files hold what RAM holds: no backlog and no failed
+        volume keeps anything from them. (What was read from one tier is not written to another one
+        before its next use.)"""
+        store = self.driver.fixture.store
+        for entry in store._resident.entries():
+            if not entry.persistent or entry.meta is None:
+                continue
+            holders = [
+                group.holder(entry.namespace, entry.key, self.now)
+                for group in store._tiers.groups
+                if group.tier.contains(entry.ref)
+            ]
+            assert any(holders), "no usable tier or volume holds what RAM holds"
 
 
 def _offset(base: memoryview, part: memoryview) -> int:

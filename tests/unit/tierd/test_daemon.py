@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import socket
 import threading
 import time
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 import zmq
 
+from kvtier.config.host_ports import HOST_POD_VARIABLE, host_ports
 from kvtier.config.models import (
     BreakerSettings,
     Daemon,
@@ -29,6 +32,7 @@ from kvtier.processes import own_identity
 from kvtier.tierd import channel as outbox_module
 from kvtier.tierd import host_pool
 from kvtier.tierd.daemon import DaemonOptions, TierDaemon
+from kvtier.tierd.run_directory import HTTP_NAME
 from kvtier.tierd.wire import (
     PROTOCOL,
     SOCKET_NAME,
@@ -324,6 +328,56 @@ def test_a_port_in_use_is_a_condition_and_does_not_end_the_process(
         served.stop()
         thread.join(WAIT_SECONDS)
         assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("taken", [0, 1, 4])
+def test_in_a_pod_on_the_nodes_network_the_first_free_port_of_the_pod_is_served(
+    case: TierdTestbed, monkeypatch: pytest.MonkeyPatch, taken: int
+) -> None:
+    """Neighbours of the node may have the port; the answer names the pod."""
+    with contextlib.ExitStack() as stack:
+        uid, ports, neighbours = _free_host_ports()
+        monkeypatch.setenv(HOST_POD_VARIABLE, uid)
+        for listener in neighbours[taken:]:
+            listener.close()
+        for listener in neighbours[:taken]:
+            stack.enter_context(listener)
+        structural = case.topology.structural.model_copy(
+            update={"http": HttpEndpoint(port=0), "daemon": Daemon.SIDECAR}
+        )
+        write(case.topology_directory, Topology(structural=structural, live=case.live))
+        served = TierDaemon(DaemonOptions(case.topology_directory))
+        thread = threading.Thread(target=served.run, daemon=True)
+        thread.start()
+        wait_for((case.run_directory / HTTP_NAME).exists, "tierd serves")
+        status = case.status()
+        assert status["podUid"] == uid
+        port = json.loads((case.run_directory / HTTP_NAME).read_text())["port"]
+        assert port == ports[taken] if taken < len(ports) else port not in ports
+        wait_for(
+            lambda: (
+                ("HttpPortTaken" in [each["type"] for each in case.status()["conditions"]])
+                is (taken == len(ports))
+            ),
+            "the condition says whether no port was free",
+        )
+        served.stop()
+        thread.join(WAIT_SECONDS)
+        assert not thread.is_alive()
+
+
+def _free_host_ports() -> tuple[str, tuple[int, ...], list[socket.socket]]:
+    """A uid all of whose ports are free here, and listeners on them."""
+    for number in range(100):
+        ports, listeners = host_ports(f"uid-{number}"), list[socket.socket]()
+        try:
+            listeners.extend(socket.create_server(("127.0.0.1", port)) for port in ports)
+        except OSError:
+            for each in listeners:
+                each.close()
+            continue
+        return f"uid-{number}", ports, listeners
+    raise AssertionError("no port is free")
 
 
 def test_a_tier_without_its_package_is_unknown_and_the_others_work(

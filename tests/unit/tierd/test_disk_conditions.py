@@ -3,7 +3,7 @@
 import pytest
 
 from kvtier.config.models import BreakerSettings, Live, LiveTier
-from kvtier.store.secondary_tier import StoreTierState
+from kvtier.store.tier_group import StoreTierState
 from kvtier.tierd.reporting import disk_conditions
 
 GIB = 1 << 30

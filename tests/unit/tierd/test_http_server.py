@@ -19,6 +19,7 @@ from kvtier.tierd.status import (
     Snapshot,
     StatusCondition,
     TierSnapshot,
+    VolumeSnapshot,
     metrics_text,
     status_json,
 )
@@ -126,6 +127,12 @@ SNAPSHOT = Snapshot(
             hit_tokens=100,
             hit_tokens_total=300,
         ),
+        TierSnapshot(
+            "disk",
+            "fileSystem",
+            "Degraded",
+            volumes=(VolumeSnapshot("nvme1", "BreakerOpen", 5, 9, 2, 1, "EIO", "hung", 80, 40),),
+        ),
         TierSnapshot("far", "lmcache", "Unknown"),
     ),
     sessions=(SessionStatus("e", "worker", 0, 1, 4, True),),
@@ -142,7 +149,22 @@ SNAPSHOT = Snapshot(
 def test_status_shows_tiers_pool_conditions_and_generation() -> None:
     document = json.loads(status_json(SNAPSHOT))
     assert document["tiers"][0]["usedBytes"] == 10
-    assert document["tiers"][1]["state"] == "Unknown"
+    assert document["tiers"][2]["state"] == "Unknown"
+    assert document["tiers"][1]["volumes"] == [
+        {
+            "name": "nvme1",
+            "state": "BreakerOpen",
+            "usedBytes": 5,
+            "capacityBytes": 9,
+            "objects": 2,
+            "lateReads": 1,
+            "lastError": "EIO",
+            "cause": "hung",
+            "volumeBytes": 80,
+            "volumeAvailableBytes": 40,
+        }
+    ]
+    assert document["tiers"][0]["volumes"] == []
     assert (document["contentHash"], document["promptTokens"]) == ("0123abcd", 400)
     assert document["tiers"][0]["hitTokens"] == 100
     assert document["pool"] == {"poolBytes": 20, "free": 10}
@@ -165,6 +187,9 @@ def test_metrics_can_be_parsed_and_carry_the_names_that_are_promised() -> None:
     assert samples["kvtier_tier_objects", (("tier", "ram"),)] == 3
     assert samples["kvtier_tier_state", (("state", "Healthy"), ("tier", "ram"))] == 1
     assert samples["kvtier_tier_state", (("state", "Unknown"), ("tier", "ram"))] == 0
+    volume = (("tier", "disk"), ("volume", "nvme1"))
+    assert samples["kvtier_volume_used_bytes", volume] == 5
+    assert samples["kvtier_volume_state", (("state", "BreakerOpen"), *volume)] == 1
     assert samples["kvtier_pool_bytes", (("use", "free"),)] == 10
     assert samples["kvtier_sessions", (("role", "worker"),)] == 1
     failed = (("reason", "corrupt"), ("tier", "disk"))

@@ -76,6 +76,12 @@ class Hosts:
                 host.now += seconds
                 host.tier.maintenance.run_once()
 
+    def settle(self) -> None:
+        """Until every tier knows of the logs of the others."""
+        for _ in range(2):
+            self.rounds(2)
+            self.announce()
+
     def announce(self) -> None:
         """Rounds of announcements: to the leader, to its log, and to the others."""
         for _ in range(3):

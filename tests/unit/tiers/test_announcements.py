@@ -322,7 +322,7 @@ def test_what_waits_is_bounded() -> None:
 
 def test_an_object_of_another_node_is_found_without_a_scan(hosts: Hosts) -> None:
     first, second, third = hosts.make(), hosts.make(), hosts.make()
-    hosts.rounds(2)
+    hosts.settle()
     hosts.store(second, 1)
     ref, payload, meta = make_object(1)
     assert not third.tier.contains(ref)
@@ -341,7 +341,7 @@ def test_an_object_of_another_node_is_found_without_a_scan(hosts: Hosts) -> None
 
 def test_what_the_janitor_evicts_is_gone_everywhere(hosts: Hosts) -> None:
     first, second = hosts.make(), hosts.make()
-    hosts.rounds(2)
+    hosts.settle()
     for seed in range(8):
         first.write(seed)
     hosts.announce()
@@ -355,7 +355,7 @@ def test_what_the_janitor_evicts_is_gone_everywhere(hosts: Hosts) -> None:
 
 def test_who_follows_the_log_does_not_scan(hosts: Hosts) -> None:
     first, second = hosts.make(), hosts.make()
-    hosts.rounds(2)
+    hosts.settle()
     hosts.announce()
     listed = hosts.count_scans()
     for _ in range(30):
@@ -372,7 +372,7 @@ def test_files_that_were_copied_or_removed_by_hand_are_announced_by_the_janitor(
     hosts: Hosts,
 ) -> None:
     first, second = hosts.make(), hosts.make()
-    hosts.rounds(2)
+    hosts.settle()
     first.write(1)
     hosts.announce()
     copied = Path(hosts.path(1)).with_name(make_object(2)[0].key.hex() + ".kv")
@@ -389,7 +389,7 @@ def test_files_that_were_copied_or_removed_by_hand_are_announced_by_the_janitor(
 @pytest.mark.parametrize("damage", ["deleted", "cut", "noise"])
 def test_a_scan_finds_what_a_damaged_log_has_lost(hosts: Hosts, which: str, damage: str) -> None:
     first, second, third = hosts.make(), hosts.make(), hosts.make()
-    hosts.rounds(2)
+    hosts.settle()
     hosts.announce()
     hosts.store(second, 1)
     hosts.announce()
@@ -426,14 +426,14 @@ def test_a_scan_finds_what_a_damaged_log_has_lost(hosts: Hosts, which: str, dama
 
 def test_a_new_leader_passes_on_what_the_last_one_had_not(hosts: Hosts) -> None:
     first, second, third = hosts.make(), hosts.make(), hosts.make()
-    hosts.rounds(2)
+    hosts.settle()
     hosts.store(third, 1)
     third.tier.announcement_log.run_once()
     first.tier.maintenance.release()
     hosts.hosts.remove(first)
     hosts.rounds(3)
     assert second.is_janitor
-    hosts.announce()
+    hosts.settle()
     assert second.tier.contains(make_object(1)[0])
     hosts.store(second, 2)
     hosts.announce()
@@ -442,7 +442,7 @@ def test_a_new_leader_passes_on_what_the_last_one_had_not(hosts: Hosts) -> None:
 
 def test_the_log_of_a_dead_writer_is_removed_with_its_directory(hosts: Hosts) -> None:
     first, second = hosts.make(), hosts.make()
-    hosts.rounds(2)
+    hosts.settle()
     hosts.store(second, 1)
     hosts.announce()
     path = second.tier.maintenance.writer.path
@@ -455,7 +455,7 @@ def test_the_log_of_a_dead_writer_is_removed_with_its_directory(hosts: Hosts) ->
     assert not first.tier.announcement_log._readers
     # It comes back under another name, and goes on.
     hosts.hosts.append(second)
-    hosts.rounds(2)
+    hosts.settle()
     hosts.store(second, 2)
     hosts.announce()
     assert first.tier.contains(make_object(2)[0])
@@ -464,7 +464,7 @@ def test_the_log_of_a_dead_writer_is_removed_with_its_directory(hosts: Hosts) ->
 
 def test_nobody_announces_under_a_janitor_that_sets_no_bytes_aside(hosts: Hosts) -> None:
     first, second = hosts.make(), hosts.make()
-    hosts.rounds(2)
+    hosts.settle()
     hosts.store(second, 1)
     hosts.announce()
     path = second.tier.maintenance.writer.path
@@ -484,7 +484,7 @@ def test_nobody_announces_under_a_janitor_that_sets_no_bytes_aside(hosts: Hosts)
 
 def test_a_writer_of_an_earlier_release_makes_the_others_scan(hosts: Hosts) -> None:
     first, second, third = hosts.make(), hosts.make(), hosts.make()
-    hosts.rounds(2)
+    hosts.settle()
     hosts.announce()
     second.tier._announcements.enabled = False
     second.tier.maintenance.writer.announced = None
@@ -501,10 +501,12 @@ def test_a_writer_of_an_earlier_release_makes_the_others_scan(hosts: Hosts) -> N
 
 def test_a_planted_announcement_is_a_miss_when_it_is_read(hosts: Hosts) -> None:
     first, second = hosts.make(), hosts.make()
-    hosts.rounds(2)
+    hosts.settle()
     hosts.announce()
     frames = encode_frames([entry(7), entry(8, 0)], 5, 0, None)
-    LogWriter().append(term_path(first.root, first.janitor_term) / ANNOUNCEMENTS, 8, MODES, frames)
+    path = term_path(first.root, first.janitor_term)
+    planter = LogWriter(first.tier._announcements.written(True, path))
+    planter.append(path / ANNOUNCEMENTS, 8, MODES, frames)
     second.tier.announcement_log.run_once()
     ref, payload, _ = make_object(7)
     assert second.tier.contains(ref)
@@ -515,7 +517,7 @@ def test_a_planted_announcement_is_a_miss_when_it_is_read(hosts: Hosts) -> None:
 
 def test_where_objects_carry_tags_a_planted_announcement_is_not_accepted(hosts: Hosts) -> None:
     first, second, third = (hosts.make(keys=KEYS) for _ in range(3))
-    hosts.rounds(2)
+    hosts.settle()
     hosts.store(third, 1)
     hosts.announce()
     assert second.tier.contains(make_object(1)[0])

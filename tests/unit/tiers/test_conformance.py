@@ -20,6 +20,9 @@ from kvtier.tiers.filesystem import FileSystemTier
 from kvtier.tiers.filesystem.seal import Sealing
 from kvtier.tiers.filesystem.walker import object_path
 from kvtier.tiers.isolation_keys import make_key_set
+from kvtier.tiers.volume_set import VolumeSet
+
+DISKS = ("d0", "d1", "d2")
 
 
 class TestFileSystemTier(TierSuite):
@@ -49,6 +52,26 @@ class TestFileSystemTierInMemory(TestFileSystemTier):
         path = Path(tempfile.mkdtemp(prefix="kvtier-test-", dir="/dev/shm"))
         yield path
         shutil.rmtree(path)
+
+
+class TestVolumeSet(TierSuite):
+    """Three directories as one tier."""
+
+    def make(self, tmp_path: Path) -> Tier:
+        return VolumeSet(
+            "disks",
+            [
+                FileSystemTier(
+                    FileSystemTierDocument(name=name, path=str(tmp_path / name), sharing="Pod"),
+                    TierLimits(1 << 30),
+                )
+                for name in DISKS
+            ],
+        )
+
+    def damage(self, tier: Tier, ref: ObjectRef, tmp_path: Path) -> None:
+        paths = [Path(object_path(str(tmp_path / n), ref.namespace, ref.key)) for n in DISKS]
+        flip(next(path for path in paths if path.exists()), 5_000, 3)
 
 
 class TestFileSystemTierWithoutXxhash(TestFileSystemTier):

@@ -20,6 +20,7 @@ from kvtier.errors import TierMissError
 from kvtier.harness.file_writers import NAMESPACE, OBJECT_BYTES, directory_bytes, make, open_tier
 from kvtier.processes import process_tag
 from kvtier.testing.damage import flip
+from kvtier.testing.objects import make_object
 from kvtier.tiers.base import ObjectRef, TierLimits
 from kvtier.tiers.checksum import preferred
 from kvtier.tiers.filesystem import FileSystemTier
@@ -511,3 +512,51 @@ def test_inspect_of_an_empty_tier_shows_no_prefixes(kvtier: Any, root: Path) -> 
     outcome = kvtier("inspect", root, "--prefixes")
     assert outcome.status == 0
     assert "evicted next" not in outcome.out
+
+
+# Several volumes.
+
+
+@pytest.fixture
+def volumes(tmp_path: Path) -> list[Path]:
+    """Two directories with objects, as those of a tier with two disks."""
+    found = []
+    for name in ("nvme0", "nvme1"):
+        document = FileSystemTierDocument(name=name, path=str(tmp_path / name), sharing="Pod")
+        each = FileSystemTier(document, TierLimits(1 << 30))
+        each.open(lambda *_: None)
+        for number in range(4):
+            each.write(*make_object(number, (65_536,)))
+        each.close()
+        found.append(tmp_path / name)
+    return found
+
+
+def test_several_volumes_are_inspected_together(kvtier: Any, volumes: list[Path]) -> None:
+    out = kvtier("inspect", *volumes).out
+    assert "2 volumes:" in out
+    assert "shares 50%, 50%" in out
+    document = kvtier("inspect", *volumes, "--json").json
+    assert [Path(each["directory"]).name for each in document["directories"]] == ["nvme0", "nvme1"]
+    assert all(each["namespaces"][0]["objects"] == 4 for each in document["directories"])
+
+
+def test_a_volume_that_is_gone_does_not_hide_the_others(
+    kvtier: Any, volumes: list[Path], tmp_path: Path
+) -> None:
+    gone = tmp_path / "nvme2"
+    for command in (("inspect",), ("verify",), ("gc", "--capacity", "1Gi", "--dry-run")):
+        outcome = kvtier(command[0], gone, *volumes, *command[1:])
+        assert outcome.status == 1
+        assert str(gone) in outcome.err.replace("\n", "")
+        assert "nvme1" in outcome.out
+    document = kvtier("inspect", gone, *volumes, "--json").json
+    assert "error" in document["directories"][0]
+    assert len(document["directories"]) == 3
+
+
+def test_gc_limits_each_volume(kvtier: Any, volumes: list[Path]) -> None:
+    document = kvtier("gc", *volumes, "--capacity", "256Ki", "--json").json
+    assert all(each["objects"] > 0 for each in document["directories"])
+    for volume in volumes:
+        assert sum(path.stat().st_size for path in volume.rglob("*") if path.is_file()) <= 256 << 10

@@ -157,7 +157,7 @@ def test_the_maintenance_loop_survives_an_unexpected_exception(
         raise KeyError("beat")
 
     tier.open(lambda *_: None)
-    tier.maintenance.run_once = failing_round  # type: ignore[method-assign]
+    tier.maintenance.run_leases = failing_round  # type: ignore[method-assign]
     tier.maintenance.wake()
     for _ in range(3):
         assert twice.acquire(timeout=PATIENCE_SECONDS)

@@ -177,7 +177,7 @@ def test_groups_that_alias_the_same_bytes_are_laid_out_separately() -> None:
         (torch.zeros(16), 16, 4, "at least two dimensions"),
         (torch.zeros(16).as_strided((8, 8), (1, 1)), 8, 32, "overlap"),
         (torch.zeros(10, 16), 3, 64, "at least 4"),
-        ([torch.zeros(10, 16)], 10, 64, "recurrent state"),
+        ([torch.zeros(10, 16)], 10, 64, "must be one tensor"),
         (None, 10, 64, "no tensor"),
     ],
 )
@@ -189,14 +189,80 @@ def test_unsupported_tensors_are_rejected_with_a_reason(
         build_codec({"layer.0": tensor}, layout, 16)
 
 
-def test_recurrent_state_is_rejected() -> None:
-    class State:
-        block_size, page_size_bytes, shapes = 16, 64, ((4, 4),)
+class _State:
+    """A specification as vLLM's ``MambaSpec``: a convolution and a recurrent state in padded
+    pages."""
 
-    caches = {"mixer": torch.zeros(10, 16)}
-    group = SyntheticGroup(("mixer",), State())  # type: ignore[arg-type]
-    with pytest.raises(CodecError, match="recurrent state"):
-        build_codec(caches, SyntheticCache("test", dict(caches), 10, (group,)), 16)
+    block_size, page_size_bytes, page_size_padded = 16, 192, 192
+    shapes, dtypes = ((3, 8), (4, 4)), (torch.float16, torch.float32)
+
+
+def _states(blocks: int, layers: int) -> dict[str, object]:
+    """As vLLM registers them: strided views of the pages of one allocation per layer."""
+    caches: dict[str, object] = {}
+    for layer in range(layers):
+        raw = torch.randint(0, 256, (blocks * 192,), dtype=torch.uint8)
+        conv = raw.view(torch.float16).as_strided((blocks, 3, 8), (96, 8, 1), 0)
+        recurrent = raw.view(torch.float32).as_strided((blocks, 4, 4), (48, 4, 1), 12)
+        caches[f"layers.{layer}.mixer"] = [conv, recurrent]
+    return caches
+
+
+def test_an_object_of_a_linear_state_is_one_page_without_its_padding() -> None:
+    caches = _states(20, 2)
+    group = SyntheticGroup(tuple(caches), _State())  # type: ignore[arg-type]
+    cache = SyntheticCache("test", caches, 20, (group,))  # type: ignore[arg-type]
+    codec = build_codec(caches, cache, 64, {"layers.1.mixer": "GDN"}, (1,))
+    assert codec.shard_bytes == (2 * (48 + 64),)
+    assert [layer.name for layer in codec.groups[0].layers][1:3] == [
+        "layers.0.mixer[1]",
+        "layers.1.mixer[0]",
+    ]
+    assert codec.text.count('"backend":"GDN"') == 2
+    verify_round_trip(caches, codec, make_engine(caches, codec))
+
+
+def test_a_state_that_is_registered_as_whole_pages_is_copied_as_it_is() -> None:
+    caches: dict[str, object] = {
+        f"layers.{layer}.mixer": torch.zeros((20, 1, 1, 192), dtype=torch.int8) for layer in (0, 1)
+    }
+    group = SyntheticGroup(tuple(caches), _State())  # type: ignore[arg-type]
+    cache = SyntheticCache("test", caches, 20, (group,))  # type: ignore[arg-type]
+    codec = build_codec(caches, cache, 64, object_blocks=(1,))
+    assert codec.shard_bytes == (2 * 192,)
+    verify_round_trip(caches, codec, make_engine(caches, codec))
+
+
+@pytest.mark.parametrize("what", ["a tensor", "one tensor", "beyond the page"])
+def test_states_that_contradict_their_specification_are_rejected(what: str) -> None:
+    class Wrong(_State):
+        page_size_bytes = 100 if what == "beyond the page" else 192
+
+    caches = _states(20, 1)
+    (name,) = caches
+    tensors = caches[name]
+    assert isinstance(tensors, list)
+    if what != "beyond the page":
+        caches[name] = tensors[0] if what == "a tensor" else tensors[:1]
+    group = SyntheticGroup((name,), Wrong())  # type: ignore[arg-type]
+    with pytest.raises(CodecError, match="or one for each part"):
+        build_codec(caches, SyntheticCache("test", caches, 20, (group,)), 16)  # type: ignore[arg-type]
+
+
+def test_objects_may_be_the_last_blocks_of_their_chunk() -> None:
+    layout = next(iter(LAYOUTS.values()))
+    whole = build_codec(layout.caches, layout, 64)
+    codec = build_codec(layout.caches, layout, 64, object_blocks=(3,))
+    assert codec.groups[0].shard_bytes == whole.groups[0].block_bytes * 3
+    assert codec.text != whole.text
+    verify_round_trip(layout.caches, codec, make_engine(layout.caches, codec))
+
+
+@pytest.mark.parametrize("blocks", [(0,), (5,), (1, 1)])
+def test_objects_of_an_impossible_size_are_rejected(blocks: tuple[int, ...]) -> None:
+    layout = next(iter(LAYOUTS.values()))
+    with pytest.raises(CodecError, match="must be"):
+        build_codec(layout.caches, layout, 64, object_blocks=blocks)
 
 
 def test_a_chunk_that_is_no_multiple_of_a_block_is_rejected() -> None:

@@ -111,3 +111,24 @@ def test_a_stored_policy_that_cannot_be_read_does_not_prevent_a_change() -> None
     request = admission_review(policy_document(tiers=[RAM]), operation="UPDATE", oldObject=broken)
     answer = validate(review.parse(body(request)), [], Settings())
     assert isinstance(answer, AdmissionAllowed)
+
+
+def disks(*names: str, capacity: str = "1Gi", base: str = "kv") -> dict[str, Any]:
+    volumes = [
+        {
+            "name": name,
+            "capacity": capacity,
+            "persistentVolumeClaim": {"claimName": f"{base}-{name}"},
+        }
+        for name in names
+    ]
+    return {"name": "nvme", "fileSystem": {"sharing": "Node", "volumes": volumes}}
+
+
+def test_a_volume_that_is_removed_or_moved_is_named() -> None:
+    before = {"tiers": [RAM, disks("d0", "d1")]}
+    (removed,) = warnings(before, {"tiers": [RAM, disks("d0")]})
+    assert removed.startswith("spec.tiers[1].fileSystem.volumes: what tier")
+    assert 'volume "d1"' in removed
+    assert len(warnings(before, {"tiers": [RAM, disks("d0", "d1", base="other")]})) == 2
+    assert warnings(before, {"tiers": [RAM, disks("d1", "d0", "d2", capacity="9Gi")]}) == []

@@ -9,6 +9,7 @@ import pytest
 from tests.support.held_copies import HeldCopyEngine
 from tests.support.stub_tierd import StubTierd
 from tests.unit.worker.worker_testbeds import (
+    CHUNK,
     GEOMETRY,
     WorkerTestbed,
     block_bytes,
@@ -24,6 +25,7 @@ from kvtier.engines.common.jobs import LoadJob, StoreJob
 from kvtier.engines.vllm import worker as worker_module
 from kvtier.engines.vllm.metadata import StepMetadata
 from kvtier.engines.vllm.worker import KVTierConnectorWorker
+from kvtier.planner import GroupKind, KVCacheGroup, Planner
 from kvtier.tierd.wire import PROTOCOL, Deliver, SessionRefused
 from kvtier.transfer.synthetic_layouts import SyntheticCache, SyntheticGroup, make_every_cache
 
@@ -31,11 +33,12 @@ A, B, C = (1, 2, 3, 4), (5, 6, 7, 8), (9, 10, 11, 12)
 
 
 def _worker(directory: Path, layout: SyntheticCache) -> KVTierConnectorWorker:
+    groups = [KVCacheGroup(GroupKind.FULL, GEOMETRY.block) for _ in layout.kv_cache_groups]
     return KVTierConnectorWorker(
         vllm_config(),  # type: ignore[arg-type]
         layout,  # type: ignore[arg-type]
         structural(directory),  # type: ignore[arg-type]
-        64,
+        Planner.build(groups, CHUNK * GEOMETRY.block, GEOMETRY.block),
         client=StubTierd,
         copy_engine=HeldCopyEngine,
     )

@@ -29,6 +29,7 @@ from kvtier.engines.common.worker_state import (
 from kvtier.engines.common.worker_transfers import WorkerLoads, WorkerStores
 from kvtier.engines.vllm.metadata import StepMetadata
 from kvtier.engines.vllm.worker import KVTierConnectorWorker
+from kvtier.planner import GroupKind, KVCacheGroup, Planner
 from kvtier.tierd.wire import Message, Ready
 from kvtier.tiers.base import ALIGNMENT_BYTES
 from kvtier.transfer.codec import build_codec
@@ -254,6 +255,13 @@ def structural(directory: Path) -> object:
     return _Namespace(run_directory=str(directory), daemon=Daemon.SIDECAR)
 
 
+def planner(layout: SyntheticCache, chunk_tokens: int) -> Planner:
+    """Of an engine with full attention in every group of ``layout``."""
+    sizes = [group.kv_cache_spec.block_size for group in layout.kv_cache_groups]
+    groups = [KVCacheGroup(GroupKind.FULL, size) for size in sizes]
+    return Planner.build(groups, chunk_tokens, min(sizes))
+
+
 def make_worker_testbed(
     directory: Path, engine_type: type[HeldCopyEngine] = HeldCopyEngine, attach: bool = True
 ) -> WorkerTestbed:
@@ -273,7 +281,7 @@ def make_worker_testbed(
         vllm_config(),  # type: ignore[arg-type]
         layout,  # type: ignore[arg-type]
         structural(directory),  # type: ignore[arg-type]
-        CHUNK * GEOMETRY.block,
+        planner(layout, CHUNK * GEOMETRY.block),
         client=client,  # type: ignore[arg-type]
         copy_engine=engine,  # type: ignore[arg-type]
     )

@@ -276,7 +276,7 @@ class AtomScheduler:
         if storable <= state.frontier.next_chunk:
             return
         table = [block + 1 for block in seq.block_table]
-        self.stores.plan(state, table, storable, finished)
+        self.stores.plan(state, (table,), storable, finished)
 
     def _take_saves(self) -> list[AtomSave]:
         saves = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -9,14 +10,12 @@ from blake3 import blake3
 
 from kvtier import keys
 from kvtier.engines.common.lora import AdapterDigests
-from kvtier.planner import Frontier
+from kvtier.planner import Frontier, Part
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-GROUP = 0
-"""The one full-attention group that the planner serves."""
-_KEY_PREFIX = keys.group_prefix(GROUP)
+_KEY_PREFIX = keys.group_prefix(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +43,9 @@ class PendingPromotion:
     until tierd answers. ``tiers``: the tier that each key came from. ``locations``: where each is.
     ``lookup_deadline``: if the request waits for a lookup only, until when, unless ``lookup_key``,
     the first key that is looked up, has been found; else 0.
+
+    With several groups ``keys`` are those that a prefix of ``end_tokens`` tokens needs after a
+    local hit of ``computed_tokens``; they are of use together only. Both are 0 with one group.
     """
 
     promotion_id: int
@@ -55,6 +57,8 @@ class PendingPromotion:
     ended_at: float = 0.0
     tiers: tuple[int, ...] = ()
     locations: tuple[int, ...] = ()
+    computed_tokens: int = 0
+    end_tokens: int = 0
     lookup_deadline: float = 0.0
     lookup_key: bytes = b""
 
@@ -64,6 +68,7 @@ class RequestState:
 
     __slots__ = (
         "_adapter_digest",
+        "_group_keys",
         "_hashes",
         "_keys",
         "block_ids",
@@ -114,11 +119,13 @@ class RequestState:
         what the failed one had loaded."""
         self.stores_in_flight = 0
         self.store_wait_started_at: float | None = None
-        self.block_ids: list[int] = []
-        """The block table, tracked only where vLLM does not pass it with the scheduler's output."""
+        self.block_ids: list[list[int]] = []
+        """The block tables by group, tracked only where vLLM does not pass them with the
+        scheduler's output."""
         self._adapter_digest: bytes | None = None
         self._keys: list[bytes] = []
         self._hashes: list[bytes] = []
+        self._group_keys: dict[int, list[bytes]] = {}
 
     @property
     def prompt_tokens(self) -> int:
@@ -145,7 +152,7 @@ class RequestState:
         return False
 
     def keys(self, hashes_per_chunk: int) -> list[bytes]:
-        """Returns the keys of the chunks that vLLM has hashed, in prefix order.
+        """Returns the keys of the chunks that vLLM has hashed, in prefix order, of group 0.
 
         The list grows with the request.
         """
@@ -158,6 +165,8 @@ class RequestState:
             # A streaming session dropped tokens that it had hashed.
             del self._keys[chunks:]
             del self._hashes[chunks:]
+            for of_group in self._group_keys.values():
+                del of_group[chunks:]
             return self._keys
         end = chunks * hashes_per_chunk
         fresh = hashes[(known + 1) * hashes_per_chunk - 1 : end : hashes_per_chunk]
@@ -168,10 +177,27 @@ class RequestState:
         self._keys += [_KEY_PREFIX + block_hash for block_hash in fresh]
         return self._keys
 
+    def group_keys(self, group: int, hashes_per_chunk: int) -> list[bytes]:
+        """Returns the keys of the chunks that vLLM has hashed, in prefix order, of one group."""
+        first = self.keys(hashes_per_chunk)
+        if not group:
+            return first
+        known = self._group_keys.setdefault(group, [])
+        if len(known) < len(first):
+            prefix = keys.group_prefix(group)
+            known += [prefix + block_hash for block_hash in self._hashes[len(known) :]]
+        return known
+
     def wire_keys(self, first_chunk: int, count: int) -> tuple[tuple[int, bytes], ...]:
-        """Returns the keys of ``count`` chunks as (group, hash), the form that messages have."""
+        """Returns the keys of ``count`` chunks of group 0 as (group, hash), the form that messages
+        have."""
         hashes = self._hashes[first_chunk : first_chunk + count]
-        return tuple((GROUP, block_hash) for block_hash in hashes)
+        return tuple((0, block_hash) for block_hash in hashes)
+
+    def wire_keys_of(self, parts: Sequence[Part]) -> tuple[tuple[int, bytes], ...]:
+        """Returns the keys of the objects that ``parts`` belong to, as (group, hash)."""
+        hashes = self._hashes
+        return tuple((part.group, hashes[part.chunk]) for part in parts)
 
     def drop_blocks(self) -> None:
         """vLLM freed the request's blocks (a preemption, or a load that failed completely).

@@ -1,10 +1,15 @@
 """Stores on the scheduler side: which chunks leave GPU memory, and which blocks stay referenced.
 
 A chunk is stored once the workers have executed its last token, unless a tier holds it already,
-another request is storing it, or the prompt is too short. If there is no free slot, or too much is
-in flight, the chunk waits behind its request's frontier. When the request finishes, chunks without
-a slot are held for a moment, with their blocks referenced; then they are dropped. A store never
-delays a request.
+another request is storing it, or the prompt is too short. Each KV cache group has an object of its
+own. If there is no free slot, or too much is in flight, the chunk waits behind its request's
+frontier. When the request finishes, chunks without a slot are held for a moment, with their blocks
+referenced; then they are dropped. A store never delays a request.
+
+The frontier is for groups of full attention, whose blocks a request keeps. The engine takes other
+blocks from a request before a store could begin: those that leave a window, and old states. So
+they are referenced in the step that computes them (``reference``), stored or held when it is known
+that the step was executed, and never wait behind the frontier.
 
 The blocks of a store are referenced in vLLM's block pool from planning until every rank reports.
 docs/datapath.md explains why. The scheduler's thread only.
@@ -19,9 +24,9 @@ from itertools import count
 from typing import Any, Protocol
 
 from kvtier.engines.common.jobs import BlockRun, StoreJob
-from kvtier.engines.common.request_state import GROUP, RequestState
+from kvtier.engines.common.request_state import RequestState
 from kvtier.engines.common.tierd_session import TierdSession
-from kvtier.planner import Planner
+from kvtier.planner import GroupKind, Planner
 from kvtier.tierd.wire import Reserve
 
 MAX_CACHE_FRACTION = 4
@@ -38,6 +43,9 @@ RECENTLY_COMMITTED_SECONDS = 0.5
 PROGRESS_TIMEOUT_SECONDS = 10.0
 """An idle engine keeps stepping for stores as long as one of them ended this recently."""
 NULL_BLOCK = 0
+PASSING_REASONS = ("weights_unknown", "replica_incomplete", "worker_not_attached")
+"""Why nothing can be stored for a step or two. After a reset of the prefix cache the workers take
+the fingerprint of the weights in the step that computes the next prompt."""
 
 
 class BlockPool(Protocol):
@@ -65,17 +73,39 @@ class OpenStore:
     """Its blocks were given back before the copy was seen done, so it is not delivered."""
 
 
-@dataclass(slots=True)
-class _HeldChunk:
-    """A chunk of a finished request that waits for a slot. Its ``blocks`` are referenced."""
+@dataclass(frozen=True, slots=True)
+class _ChunkBlocks:
+    """What one object is copied from. ``previous``: key of the chunk before it if the object is of
+    no use without that, else empty."""
 
+    group: int
     key: bytes
     previous: bytes
     state: RequestState
     ids: tuple[int, ...]
     blocks: list[Any]
+
+
+@dataclass(slots=True)
+class _HeldChunk:
+    """A chunk that waits for a slot. Its blocks are referenced."""
+
+    chunk: _ChunkBlocks
     until: float
     steps_left: int = HELD_STEPS
+
+
+@dataclass(frozen=True, slots=True)
+class _Reference:
+    """Blocks that the step being built computes, or has computed, which are referenced until it is
+    known to be executed. ``generation``: of the request's frontier."""
+
+    state: RequestState
+    generation: int
+    group: int
+    chunk: int
+    ids: tuple[int, ...]
+    blocks: list[Any]
 
 
 class SchedulerStores:
@@ -106,7 +136,12 @@ class SchedulerStores:
         self._recently_committed: deque[tuple[float, bytes]] = deque()
         self._voided: list[int] = []
         """Reservations that the workers must not deliver; for the next step's metadata."""
-        self._in_flight_chunks = 0
+        self._in_flight_blocks = 0
+        self._references: deque[tuple[int, _Reference]] = deque()
+        """In the order of their steps."""
+        self._full_groups = tuple(
+            number for number, group in enumerate(planner.groups) if group.kind is GroupKind.FULL
+        )
         self._progress_at = clock()
         self._visited_chunks = 0
 
@@ -121,12 +156,17 @@ class SchedulerStores:
         self._plan_held(now)
 
     def plan(
-        self, state: RequestState, block_ids: Sequence[int], storable_chunks: int, finished: bool
+        self,
+        state: RequestState,
+        tables: Sequence[Sequence[int]],
+        storable_chunks: int,
+        finished: bool,
     ) -> None:
         """Plans stores of a request's chunks between its frontier and ``storable_chunks``.
 
-        ``block_ids``: the request's block table, which must be valid during the call. ``finished``:
-        what has no slot is held for a moment; whatever else cannot be stored is dropped.
+        ``tables``: the request's block tables by group, which must be valid during the call.
+        ``finished``: what has no slot is held for a moment; whatever else cannot be stored is
+        dropped.
         """
         frontier = state.frontier
         if frontier.next_chunk >= storable_chunks:
@@ -137,25 +177,121 @@ class SchedulerStores:
             return
         replica = self._session.replica
         get_value, usable_bits, pending_keys = replica.get_value, replica.usable_bits, self._keys
-        keys = state.keys(self._planner.hashes_per_chunk)
-        for chunk in range(frontier.next_chunk, min(storable_chunks, len(keys))):
+        by_group = [
+            (group, state.group_keys(group, self._planner.hashes_per_chunk))
+            for group in self._full_groups
+        ]
+        end = min([storable_chunks, *(len(keys) for _, keys in by_group)])
+        for chunk in range(frontier.next_chunk, end):
             if not finished and self._visited_chunks >= MAX_CHUNKS_VISITED_PER_STEP:
                 return
             self._visited_chunks += 1
-            key = keys[chunk]
-            if not get_value(key, 0) & usable_bits and key not in pending_keys:
+            for group, keys in by_group:
+                key = keys[chunk]
+                if get_value(key, 0) & usable_bits or key in pending_keys:
+                    continue
+                first, stop = self._planner.object_range(group, chunk)
+                ids = tuple(tables[group][first:stop]) if group < len(tables) else ()
                 previous = keys[chunk - 1] if chunk else b""
-                reason = blocked_reason or self._plan_chunk(
-                    state, chunk, (key, previous), block_ids
-                )
-                if reason and not finished and reason != "blocks_gone":
+                reason = blocked_reason or self._cannot_reference(ids, stop - first)
+                if not reason and not finished and not self._session.credits[group]:
                     return
-                if reason == "no_credit":
-                    self._hold(state, chunk, (key, previous), block_ids)
-                    reason = ""
-                if reason:
+                if not reason:
+                    self._store(_ChunkBlocks(group, key, previous, state, ids, self._touch(ids)))
+                elif not finished and reason != "blocks_gone":
+                    return
+                else:
                     self.dropped[reason] += 1
             frontier.next_chunk = chunk + 1
+
+    # References to blocks of a step.
+
+    def reference(
+        self, step: int, state: RequestState, group: int, chunk: int, ids: Sequence[int]
+    ) -> None:
+        """References the blocks of an object that ``step``, which is being built, completes.
+
+        ``on_step_executed`` stores them. Nothing is referenced if the object is there already, or
+        if too much is in flight.
+        """
+        if self._visited_chunks >= MAX_CHUNKS_VISITED_PER_STEP:
+            self.dropped["in_flight_blocks"] += 1
+            return
+        self._visited_chunks += 1
+        keys = state.group_keys(group, self._planner.hashes_per_chunk)
+        if chunk < len(keys) and self._is_stored(keys[chunk]):
+            return
+        reason = self._store_blocked_reason(state)
+        if reason in PASSING_REASONS:
+            # It may have passed when the step has been executed.
+            reason = ""
+        reason = reason or self._cannot_reference(ids, max(1, len(ids)))
+        if reason:
+            self.dropped[reason] += 1
+            return
+        ids = tuple(ids)
+        generation = state.frontier.generation
+        self._references.append(
+            (step, _Reference(state, generation, group, chunk, ids, self._touch(ids)))
+        )
+
+    def on_step_executed(self, step: int, storable: Callable[[RequestState], int]) -> None:
+        """Every step up to ``step`` was executed: stores what was referenced for it.
+
+        ``storable``: of how many chunks of a request the content is final.
+        """
+        while self._references and self._references[0][0] <= step:
+            _, found = self._references.popleft()
+            state, chunk = found.state, found.chunk
+            keys = state.group_keys(found.group, self._planner.hashes_per_chunk)
+            if (
+                found.generation != state.frontier.generation
+                or chunk >= min(storable(state), len(keys))
+                or self._is_stored(keys[chunk])
+            ):
+                self._free(found.blocks)
+                continue
+            self._store(_ChunkBlocks(found.group, keys[chunk], b"", state, found.ids, found.blocks))
+
+    def _drop_references(self) -> None:
+        references, self._references = self._references, deque()
+        for _, found in references:
+            self._free(found.blocks)
+
+    def _is_stored(self, key: bytes) -> bool:
+        """Whether a tier holds the object, or it is being stored."""
+        replica = self._session.replica
+        return bool(replica.get_value(key, 0) & replica.usable_bits) or key in self._keys
+
+    def _cannot_reference(self, ids: Sequence[int], expected: int) -> str:
+        """Returns why the blocks of one object cannot be referenced; empty if they can.
+
+        One object is always allowed.
+        """
+        pool = self.pool
+        if pool is None:
+            return "no_block_pool"
+        if len(ids) < expected or NULL_BLOCK in ids:
+            return "blocks_gone"
+        after = self._in_flight_blocks + expected
+        if after > max(expected, len(pool.blocks) // MAX_CACHE_FRACTION):
+            return "in_flight_blocks"
+        return ""
+
+    def _touch(self, ids: Sequence[int]) -> list[Any]:
+        pool = self.pool
+        if pool is None:
+            return []
+        blocks = [pool.blocks[block] for block in ids]
+        pool.touch(blocks)
+        self._in_flight_blocks += len(blocks)
+        return blocks
+
+    def _free(self, blocks: Sequence[Any]) -> None:
+        self._in_flight_blocks -= len(blocks)
+        if self.pool is not None:
+            # The end of a prefix is useless without its beginning, so vLLM evicts it first.
+            self.pool.free_blocks(reversed(blocks))
 
     def _store_blocked_reason(self, state: RequestState | None = None) -> str:
         """Returns why no chunk, or none of this request, can be stored; empty if some can."""
@@ -174,72 +310,27 @@ class SchedulerStores:
             return "short_prompt"
         return ""
 
-    def _plan_chunk(
-        self,
-        state: RequestState,
-        chunk: int,
-        keys: tuple[bytes, bytes],
-        block_ids: Sequence[int],
-    ) -> str:
-        """Takes a slot and references the blocks of one chunk; returns why not if it cannot.
+    def _store(self, chunk: _ChunkBlocks) -> None:
+        """Plans the store of a chunk whose blocks are referenced, or holds it until there is a
+        slot."""
+        chunk.state.stores_in_flight += 1
+        self._keys.add(chunk.key)
+        if self._session.credits[chunk.group] and not self._store_blocked_reason():
+            self._add_planned(chunk)
+        else:
+            self._held.append(_HeldChunk(chunk, self._clock() + HELD_SECONDS))
 
-        ``keys``: of the chunk and of the one before it.
-        """
-        key, previous = keys
-        planner, pool = self._planner, self.pool
-        if pool is None:
-            return "no_block_pool"
-        length = planner.blocks_per_chunk(GROUP)
-        ids = block_ids[chunk * length : (chunk + 1) * length]
-        if len(ids) < length or NULL_BLOCK in ids:
-            return "blocks_gone"
-        if self._in_flight_chunks >= max(1, len(pool.blocks) // (MAX_CACHE_FRACTION * length)):
-            return "in_flight_blocks"
-        credits = self._session.credits[GROUP]
-        if not credits:
-            return "no_credit"
-        blocks = [pool.blocks[block] for block in ids]
-        pool.touch(blocks)
-        self._in_flight_chunks += 1
-        state.stores_in_flight += 1
-        self._keys.add(key)
-        self._add_planned(key, previous, state, tuple(ids), blocks)
-        return ""
-
-    def _add_planned(
-        self,
-        key: bytes,
-        previous: bytes,
-        state: RequestState,
-        ids: tuple[int, ...],
-        blocks: list[Any],
-    ) -> None:
+    def _add_planned(self, chunk: _ChunkBlocks) -> None:
         """Takes a slot for a chunk whose blocks are referenced. There must be a credit."""
-        slot = self._session.credits[GROUP].popleft()
-        job = StoreJob(next(self._ids), slot, self._session.epoch, BlockRun(GROUP, 0, ids))
-        self._planned.append(OpenStore(job, key, previous, state, blocks, self._planner.ranks))
+        slot = self._session.credits[chunk.group].popleft()
+        run = BlockRun(chunk.group, 0, chunk.ids)
+        job = StoreJob(next(self._ids), slot, self._session.epoch, run)
+        ranks = self._planner.ranks
+        self._planned.append(
+            OpenStore(job, chunk.key, chunk.previous, chunk.state, chunk.blocks, ranks)
+        )
 
-    # Chunks of finished requests.
-
-    def _hold(
-        self,
-        state: RequestState,
-        chunk: int,
-        keys: tuple[bytes, bytes],
-        block_ids: Sequence[int],
-    ) -> None:
-        """References the blocks of a chunk that has no slot yet."""
-        pool, length = self.pool, self._planner.blocks_per_chunk(GROUP)
-        if pool is None:
-            return
-        ids = tuple(block_ids[chunk * length : (chunk + 1) * length])
-        blocks = [pool.blocks[block] for block in ids]
-        pool.touch(blocks)
-        self._in_flight_chunks += 1
-        state.stores_in_flight += 1
-        self._keys.add(keys[0])
-        until = self._clock() + HELD_SECONDS
-        self._held.append(_HeldChunk(keys[0], keys[1], state, ids, blocks, until))
+    # Chunks that wait for a slot.
 
     def _plan_held(self, now: float) -> None:
         """Stores held chunks for which there is a slot now, and drops those that waited too
@@ -247,17 +338,21 @@ class SchedulerStores:
         if not self._held:
             return
         blocked = self._store_blocked_reason()
-        while self._held and not blocked and self._session.credits[GROUP]:
-            held = self._held.popleft()
-            self._add_planned(held.key, held.previous, held.state, held.ids, held.blocks)
+        if not blocked:
+            waiting, self._held = self._held, deque()
+            for held in waiting:
+                if self._session.credits[held.chunk.group]:
+                    self._add_planned(held.chunk)
+                else:
+                    self._held.append(held)
         for held in self._held:
             held.steps_left -= 1
         while self._held and self._held[0].steps_left < 0 and self._held[0].until <= now:
             self._drop_held(self._held.popleft(), blocked or "no_credit")
 
     def _drop_held(self, held: _HeldChunk, reason: str) -> None:
-        self._release(held)
-        self._keys.discard(held.key)
+        self._release(held.chunk)
+        self._keys.discard(held.chunk.key)
         self.dropped[reason] += 1
 
     def _drop_all_held(self, reason: str) -> None:
@@ -275,7 +370,13 @@ class SchedulerStores:
         session = self._session
         current = [store for store in planned if store.job.epoch == session.epoch]
         items = tuple(
-            (store.job.reservation, GROUP, store.key[1:], store.job.slot, store.previous[1:])
+            (
+                store.job.reservation,
+                store.job.run.group,
+                store.key[1:],
+                store.job.slot,
+                store.previous[1:],
+            )
             for store in current
         )
         if not items or not session.namespace_open or not session.send(Reserve(items=items)):
@@ -309,12 +410,9 @@ class SchedulerStores:
             self._release(store)
             self._recently_committed.append((now + RECENTLY_COMMITTED_SECONDS, store.key))
 
-    def _release(self, store: OpenStore | _HeldChunk) -> None:
-        self._in_flight_chunks -= 1
+    def _release(self, store: OpenStore | _ChunkBlocks) -> None:
         store.state.stores_in_flight -= 1
-        if self.pool is not None:
-            # The end of a prefix is useless without its beginning, so vLLM evicts it first.
-            self.pool.free_blocks(reversed(store.blocks))
+        self._free(store.blocks)
 
     def _drop(self, stores: Iterable[OpenStore], reason: str) -> None:
         for store in stores:
@@ -335,6 +433,7 @@ class SchedulerStores:
 
         The blocks of open stores stay referenced until the workers report.
         """
+        self._drop_references()
         self._drop_planned("lost")
         self._drop_all_held("lost")
         self._forget_committed()
@@ -343,7 +442,9 @@ class SchedulerStores:
     def reset(self) -> None:
         """Drops planned stores, because the weights may have changed. Their slots are still valid
         and are reused."""
-        self._session.credits[GROUP].extend(store.job.slot for store in self._planned)
+        for store in self._planned:
+            self._session.credits[store.job.run.group].append(store.job.slot)
+        self._drop_references()
         self._drop_planned("reset")
         self._drop_all_held("reset")
         self._forget_committed()
@@ -370,6 +471,7 @@ class SchedulerStores:
 
     def turn_off(self) -> None:
         """Drops planned stores, because KVTier is off."""
+        self._drop_references()
         self._drop_planned("off")
         self._drop_all_held("off")
 
@@ -378,11 +480,16 @@ class SchedulerStores:
         """Stores that were planned and are not done."""
         return len(self._open) + len(self._planned) + len(self._held)
 
+    @property
+    def referenced_blocks(self) -> int:
+        """Blocks that are referenced, counted once for each reference."""
+        return self._in_flight_blocks
+
     def has_pending_work(self) -> bool:
         """Returns whether an engine without requests should keep stepping, so that stores end."""
         if self._planned or self._held:
             return True
         return (
-            bool(self._in_flight_chunks)
+            bool(self._in_flight_blocks)
             and self._clock() - self._progress_at < PROGRESS_TIMEOUT_SECONDS
         )

@@ -235,7 +235,8 @@ class RankShards:
 class RankContext:
     """What loads and stores of one rank work with.
 
-    ``generations``: of the pool that the copy engine is attached to.
+    ``generations``: of the pool that the copy engine is attached to. ``counted_group``: the group
+    whose objects are counted as chunks.
     """
 
     engine: CopyEngine
@@ -244,6 +245,7 @@ class RankContext:
     counters: Counters
     clock: Callable[[], float]
     generations: SlotGenerations
+    counted_group: int = 0
 
     def copy(self, run: BlockRun, slot: int) -> Copy:
         """Returns the copy of ``run`` to or from ``slot``. The copy engine checks the addresses."""

@@ -354,8 +354,8 @@ class WorkerStores:
         self._counters = context.counters
         self._send = send
         self._batch_bytes = batch_bytes or context.engine.batch_bytes
-        self._open: set[int] = set()
-        """Reservations that have not ended."""
+        self._open: dict[int, int] = {}
+        """Reservations that have not ended, with their groups."""
         self._pending: deque[tuple[StoreJob, object | None]] = deque()
         """Jobs to submit, each with its fence."""
         self._in_flight: deque[tuple[CopyHandle, tuple[int, ...]]] = deque()
@@ -380,7 +380,7 @@ class WorkerStores:
                 # Another rank holds the same bytes and writes them.
                 self._context.completions.add_stores((job.reservation,))
                 continue
-            self._open.add(job.reservation)
+            self._open[job.reservation] = job.run.group
             if epoch and job.epoch == epoch:
                 self._pending.append((job, fence))
             else:
@@ -392,7 +392,7 @@ class WorkerStores:
 
         What was copied completely before this call is not in ``_open`` any longer, and is right.
         """
-        voided = self._open.intersection(self._open if reservations is None else reservations)
+        voided = self._open.keys() & set(self._open if reservations is None else reservations)
         if not voided:
             return
         pending = [job.reservation for job, _ in self._pending if job.reservation in voided]
@@ -431,7 +431,6 @@ class WorkerStores:
             if self._engine.synchronous or self._context.clock() >= until:
                 break
         if self._delivered:
-            self._counters.add("stores_delivered", len(self._delivered))
             self._send(Deliver(reservations=tuple(self._delivered)))
             self._delivered.clear()
         if self._aborted:
@@ -496,7 +495,12 @@ class WorkerStores:
     def _finish(self, numbers: Sequence[int], delivered: bool) -> None:
         if not delivered:
             self._counters.add("stores_aborted", len(numbers))
+        else:
+            counted = self._context.counted_group
+            chunks = sum(self._open.get(number) == counted for number in numbers)
+            self._counters.add("stores_delivered", chunks)
         (self._delivered if delivered else self._aborted).extend(numbers)
-        self._open.difference_update(numbers)
+        for number in numbers:
+            self._open.pop(number, None)
         self._voided.difference_update(numbers)
         self._context.completions.add_stores(numbers)

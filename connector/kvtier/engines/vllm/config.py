@@ -128,27 +128,51 @@ def group_of(group: Any) -> KVCacheGroup:
         return KVCacheGroup(GroupKind.OTHER, block_tokens, f"{name}, non-causal")
     if getattr(spec, "prefix_replay_tokens", 0):
         return KVCacheGroup(GroupKind.OTHER, block_tokens, f"{name} with prefix replay")
+    if not getattr(spec, "prefix_cacheable", True):
+        return KVCacheGroup(GroupKind.OTHER, block_tokens, f"{name}, not cacheable")
     if type(spec) in (specs.FullAttentionSpec, specs.MLAAttentionSpec):
         return KVCacheGroup(GroupKind.FULL, block_tokens, name)
     if type(spec) is specs.SlidingWindowSpec:
-        return KVCacheGroup(GroupKind.SLIDING, block_tokens, name, int(spec.sliding_window))
+        window = int(spec.sliding_window) + int(getattr(spec, "extra_retained_tokens", 0))
+        return KVCacheGroup(GroupKind.SLIDING, block_tokens, name, window)
+    if type(spec) is specs.ChunkedLocalAttentionSpec:
+        return KVCacheGroup(GroupKind.CHUNKED, block_tokens, name, int(spec.attention_chunk_size))
     if type(spec) is specs.MambaSpec:
-        return KVCacheGroup(GroupKind.STATE, block_tokens, name)
+        return _state_group(spec, block_tokens)
     return KVCacheGroup(GroupKind.OTHER, block_tokens, name)
+
+
+def _state_group(spec: Any, block_tokens: int) -> KVCacheGroup:
+    """Returns the description of a group of linear states.
+
+    Only in mode ``align`` does vLLM say which block has the state of which token. Speculative
+    decoding moves blocks of such a group while they are in use.
+    """
+    name = f"{type(spec).__name__}, {getattr(spec.mamba_type, 'name', spec.mamba_type)}"
+    if spec.mamba_cache_mode != "align":
+        what = f"{name} in mode {spec.mamba_cache_mode!r}: set mamba_cache_mode to 'align'"
+        return KVCacheGroup(GroupKind.OTHER, block_tokens, what)
+    if spec.num_speculative_blocks:
+        what = f"{name} with speculative decoding: disable that"
+        return KVCacheGroup(GroupKind.OTHER, block_tokens, what)
+    return KVCacheGroup(GroupKind.STATE, block_tokens, name)
 
 
 def is_replicated(group: Any, model_config: Any) -> bool:
     """Returns whether all tensor-parallel ranks hold the same KV of this group.
 
     They do with multi-head latent attention: the latent vector has one head, which is not split.
+    And with linear states for which vLLM says so.
     """
     from vllm.v1 import kv_cache_interface as specs
 
-    if not getattr(model_config, "use_mla", False):
-        return False
     spec = group.kv_cache_spec
     uniform = type(spec) is specs.UniformTypeKVCacheSpecs
     inner = list(spec.kv_cache_specs.values()) if uniform else [spec]
+    if all(type(each) is specs.MambaSpec for each in inner):
+        return all(getattr(each, "tp_replicated", False) for each in inner)
+    if not getattr(model_config, "use_mla", False):
+        return False
     return all(type(each) is specs.MLAAttentionSpec and each.num_kv_heads == 1 for each in inner)
 
 

@@ -155,7 +155,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._chunk_tokens = planner.chunk_tokens
         if role is KVConnectorRole.WORKER:
             self._worker = KVTierConnectorWorker(
-                vllm_config, kv_cache_config, topology.structural, planner.chunk_tokens
+                vllm_config, kv_cache_config, topology.structural, planner
             )
             self._counts_stores = int(getattr(vllm_config.parallel_config, "rank", 0)) == 0
             return

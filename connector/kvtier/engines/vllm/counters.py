@@ -45,8 +45,9 @@ COUNTERS = (
         "Loads that failed completely or in part, by reason.",
         "reason",
         (
-            "address", "asleep", "cancelled", "closing", "copy", "duplicate", "epoch", "gone",
-            "identity", "limit", "lost", "off", "partial", "unknown_report", "unpinned",
+            "address", "asleep", "block_table", "cancelled", "closing", "copy", "duplicate",
+            "epoch", "gone", "identity", "limit", "lost", "off", "partial", "unknown_report",
+            "unpinned",
         ),
     ),
     Metric(

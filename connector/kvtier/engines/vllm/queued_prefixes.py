@@ -22,6 +22,7 @@ MAX_PREFETCHES = 16
 """Requests at a time, the first of the queue."""
 MAX_QUEUED = 4_096
 """Requests that are remembered. Later ones are looked up when their turn comes."""
+WireKeys = tuple[tuple[int, bytes], ...]
 MAX_CHUNKS_PER_STEP = 4_096
 """Looked up in the replica, over all requests; takes about half a millisecond."""
 
@@ -72,14 +73,16 @@ class QueuedPrefixes:
             if not state.is_cacheable(adapters):
                 continue
             keys = self._missing(state)
-            chunks += max(1, keys)
-            self._prefetches[name] = self._send(state, keys) if keys else 0
+            chunks += max(1, len(keys))
+            self._prefetches[name] = self._send(keys) if keys else 0
             started += bool(self._prefetches[name])
 
-    def _missing(self, state: RequestState) -> int:
-        """Returns how many keys tierd is told of: the prefix that tiers hold, if a part of it is
+    def _missing(self, state: RequestState) -> WireKeys:
+        """Returns the keys that tierd is told of: the prefix that tiers hold, if a part of it is
         not in RAM."""
         planner, replica = self._planner, self._session.replica
+        if not planner.prefix_only:
+            return self._missing_of_groups(state)
         get_value, usable_bits = replica.get_value, replica.usable_bits
         keys = state.keys(planner.hashes_per_chunk)
         held, lacking = 0, False
@@ -90,9 +93,28 @@ class QueuedPrefixes:
             held += 1
             lacking = lacking or not bits & RAM_BITS
         enough = planner.tokens(held) >= max(1, self._session.live.min_load_tokens)
-        return held if lacking and enough else 0
+        return state.wire_keys(0, held) if lacking and enough else ()
 
-    def _send(self, state: RequestState, keys: int) -> int:
+    def _missing_of_groups(self, state: RequestState) -> WireKeys:
+        """As ``_missing``, where a prefix is usable as a whole only."""
+        planner, replica = self._planner, self._session.replica
+        get_value, usable_bits = replica.get_value, replica.usable_bits
+        keys = [
+            state.group_keys(group, planner.hashes_per_chunk)
+            for group in range(len(planner.groups))
+        ]
+        most = min(len(keys[0]), planner.max_hit_chunks(state.request.num_tokens))
+        end = planner.longest_prefix(
+            0, most, lambda group, chunk: get_value(keys[group][chunk], 0) & usable_bits
+        )
+        if planner.tokens(end) < max(1, self._session.live.min_load_tokens):
+            return ()
+        parts = planner.needed(0, planner.tokens(end))
+        if all(get_value(keys[part.group][part.chunk], 0) & RAM_BITS for part in parts):
+            return ()
+        return state.wire_keys_of(parts)
+
+    def _send(self, keys: WireKeys) -> int:
         prefetch = self._new_id()
-        message = Prefetch(promotion=prefetch, keys=state.wire_keys(0, keys))
+        message = Prefetch(promotion=prefetch, keys=keys)
         return prefetch if self._session.send(message) else 0

@@ -18,21 +18,22 @@ import functools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvtier.engines.common.lora import AdapterDigests
-from kvtier.engines.common.request_state import GROUP, RequestState
-from kvtier.engines.common.scheduler_stores import BlockPool, SchedulerStores
+from kvtier.engines.common.request_state import RequestState
+from kvtier.engines.common.scheduler_stores import NULL_BLOCK, BlockPool, SchedulerStores
 from kvtier.engines.common.tierd_session import TierdSession
 from kvtier.engines.vllm.cost_estimates import PrefillEstimator, StepTokens
+from kvtier.engines.vllm.load_records import LoadCounts
 from kvtier.engines.vllm.metadata import StepMetadata, WorkerReport
 from kvtier.engines.vllm.metrics import KVTierStats
 from kvtier.engines.vllm.queued_prefixes import QueuedPrefixes
-from kvtier.engines.vllm.scheduler_loads import LoadCounts, SchedulerLoads
+from kvtier.engines.vllm.scheduler_loads import SchedulerLoads
 from kvtier.engines.vllm.weights_state import WeightsState
-from kvtier.planner import Planner
+from kvtier.planner import GroupKind, Planner
 from kvtier.tierd.wire import Heartbeat, Promoted
 
 if TYPE_CHECKING:
@@ -74,6 +75,14 @@ class KVTierConnectorScheduler:
         self.stores = SchedulerStores(planner, session, clock)
         self.queue = QueuedPrefixes(planner, session, self.loads.new_id)
         self._planner = planner
+        self._windows = tuple(
+            number
+            for number, group in enumerate(planner.groups)
+            if group.kind in (GroupKind.SLIDING, GroupKind.CHUNKED)
+        )
+        self._state_groups = tuple(
+            number for number, group in enumerate(planner.groups) if group.kind is GroupKind.STATE
+        )
         self.weights = WeightsState(planner.ranks, clock)
         self._adapters = adapters or AdapterDigests()
         self._states: dict[str, RequestState] = {}
@@ -160,7 +169,7 @@ class KVTierConnectorScheduler:
         if num_external_tokens <= 0:
             self.loads.cancel_promotion(state)
             return False
-        self.loads.start(state, num_external_tokens, block_ids[GROUP])
+        self.loads.start(state, num_external_tokens, block_ids)
         return True
 
     def fail_load(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
@@ -168,7 +177,7 @@ class KVTierConnectorScheduler:
 
         vLLM waits for a report in any case.
         """
-        self.loads.start_failing(self._state(request), block_ids[GROUP] if block_ids else ())
+        self.loads.start_failing(self._state(request), block_ids[0] if block_ids else ())
 
     def get_external_token_sources(self, request: Request) -> dict[int, int]:
         """Returns the tokens of a request's load in flight, by the tier where they were found."""
@@ -194,7 +203,8 @@ class KVTierConnectorScheduler:
             state = self._states.get(request_id)
             if state is not None and state.scheduled:
                 state.drop_blocks()
-        block_table = self._block_tables(output)
+        block_tables = self._block_tables(output)
+        offers = self._boundary_states(output)
         step = _BuiltStep(self._step)
         step_tokens = StepTokens()
         for request_id, scheduled_tokens in output.num_scheduled_tokens.items():
@@ -202,7 +212,7 @@ class KVTierConnectorScheduler:
             if state is None:
                 step_tokens.decode_tokens += scheduled_tokens
                 continue
-            state.scheduled = True
+            admitted, state.scheduled = not state.scheduled, True
             request = state.request
             if not state.prompt_counted:
                 state.prompt_counted = True
@@ -216,12 +226,16 @@ class KVTierConnectorScheduler:
                 step.requests.append((state, frontier.generation, tokens))
                 storable = self._storable_chunks(state)
                 if storable > frontier.next_chunk and state.is_cacheable(self._adapters):
-                    self.stores.plan(state, block_table(state), storable, finished=False)
+                    self.stores.plan(state, block_tables(state), storable, finished=False)
+            if self._windows or self._state_groups:
+                first = request.num_computed_tokens + (0 if admitted else 1)
+                self._reference_windows(state, range(first, tokens + 1), block_tables)
+                self._reference_states(state, tokens, offers.get(request_id, ()))
         self._update_heartbeat()
         self._steps.append(step)
         self.prefill.step_built(self._step, step_tokens)
         if len(self._steps) > MAX_UNREPORTED_STEPS:
-            self._steps.popleft()
+            self.stores.on_step_executed(self._steps.popleft().number, lambda state: 0)
         if self.stores.pool is None and not self._missing_pool_logged:
             self._missing_pool_logged = True
             logger.warning("KVTier: storing nothing: this vLLM does not expose its block pool")
@@ -267,36 +281,91 @@ class KVTierConnectorScheduler:
 
     def _storable_chunks(self, state: RequestState) -> int:
         request, planner = state.request, self._planner
-        hashed_tokens = len(request.block_hashes) * planner.hash_tokens
         return state.frontier.storable_chunks(
-            planner.chunk_tokens, request.num_tokens, hashed_tokens
+            planner.chunk_tokens, request.num_tokens, self._hashed_tokens(state)
         )
 
-    def _block_tables(self, output: SchedulerOutput) -> Callable[[RequestState], Sequence[int]]:
-        """Returns a function from a request of this step to its block table."""
+    def _hashed_tokens(self, state: RequestState) -> int:
+        return len(state.request.block_hashes) * self._planner.hash_tokens
+
+    def _final_chunks(self, state: RequestState) -> int:
+        """Of how many chunks the content is final, as far as they are executed; 0 if the request
+        takes no part."""
+        if not state.is_cacheable(self._adapters):
+            return 0
+        return self._planner.chunks(min(state.request.num_tokens - 1, self._hashed_tokens(state)))
+
+    def _reference_windows(
+        self,
+        state: RequestState,
+        ends: range,
+        block_tables: Callable[[RequestState], Sequence[Sequence[int]]],
+    ) -> None:
+        """References the blocks of windows that end within ``ends`` (tokens) at a chunk."""
+        planner, size = self._planner, self._planner.chunk_tokens
+        first = max(1, -(-ends.start // size))
+        if not self._windows or first * size >= ends.stop:
+            return
+        tables = block_tables(state)
+        for chunk in range(first - 1, (ends.stop - 1) // size):
+            for group in self._windows:
+                if not planner.is_needed(group, chunk):
+                    continue
+                begin, stop = planner.object_range(group, chunk)
+                ids = tables[group][begin:stop] if group < len(tables) else ()
+                # Blocks that a local hit did not bring are not there either.
+                if len(ids) == stop - begin and NULL_BLOCK not in ids:
+                    self.stores.reference(self._step, state, group, chunk, ids)
+
+    def _reference_states(
+        self, state: RequestState, tokens: int, offers: Iterable[tuple[int, int, int]]
+    ) -> None:
+        """References the blocks with the states that vLLM offers: (group, block, boundary)."""
+        for group, block, boundary in offers:
+            chunk, rest = divmod(boundary, self._planner.chunk_tokens)
+            if group in self._state_groups and not rest and 0 < boundary <= tokens:
+                self.stores.reference(self._step, state, group, chunk - 1, (block,))
+
+    def _boundary_states(
+        self, output: SchedulerOutput
+    ) -> Mapping[str, Sequence[tuple[int, int, int]]]:
+        """The states at block boundaries, by request, that the step computes.
+
+        The block tables do not say which block has which state.
+        """
+        block_state = getattr(output, "kv_connector_block_state", None)
+        found: Mapping[str, Sequence[tuple[int, int, int]]] = (
+            getattr(block_state, "boundary_state_offloads", None) or {}
+        )
+        return found
+
+    def _block_tables(
+        self, output: SchedulerOutput
+    ) -> Callable[[RequestState], Sequence[Sequence[int]]]:
+        """Returns a function from a request of this step to its block tables by group."""
         block_state = getattr(output, "kv_connector_block_state", None)
         if block_state is not None:
 
-            def from_output(state: RequestState) -> Sequence[int]:
-                tables = block_state.get_block_ids(state.request_id)
-                return tables[GROUP] if tables is not None else ()
+            def from_output(state: RequestState) -> Sequence[Sequence[int]]:
+                return block_state.get_block_ids(state.request_id) or ()
 
             return from_output
         # vLLM 0.24 passes only new blocks, so tables are tracked here.
         for new in output.scheduled_new_reqs:
             state = self._states.get(new.req_id)
             if state is not None:
-                state.block_ids = list(new.block_ids[GROUP])
+                state.block_ids = [list(blocks) for blocks in new.block_ids]
         cached = output.scheduled_cached_reqs
         resumed = cached.resumed_req_ids
-        for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+        for request_id, new_blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
             state = self._states.get(request_id)
             if state is None:
                 continue
-            if request_id in resumed:
-                state.block_ids = []
-            if blocks is not None:
-                state.block_ids.extend(blocks[GROUP])
+            if request_id in resumed or not state.block_ids:
+                state.block_ids = [[] for _ in self._planner.groups]
+            if new_blocks is not None:
+                for known, fresh in zip(state.block_ids, new_blocks, strict=True):
+                    known.extend(fresh)
         return lambda state: state.block_ids
 
     def update_connector_output(self, report: object) -> None:
@@ -310,6 +379,7 @@ class KVTierConnectorScheduler:
         while self._steps and self._steps[0].number <= report.step:
             for state, generation, tokens in self._steps.popleft().requests:
                 state.frontier.executed(generation, tokens)
+        self.stores.on_step_executed(report.step, self._final_chunks)
         for result in report.loads:
             self.loads.on_load_done(result)
         if report.loads:
@@ -347,8 +417,7 @@ class KVTierConnectorScheduler:
             for other, generation, tokens in self._steps[0].requests:
                 if other is state:
                     frontier.executed(generation, tokens)
-        table = block_ids[GROUP] if block_ids else ()
-        self.stores.plan(state, table, self._storable_chunks(state), finished=True)
+        self.stores.plan(state, block_ids, self._storable_chunks(state), finished=True)
 
     def reset_cache(self) -> bool:
         """vLLM resets the caches of connectors. Objects of the weights that the engine has now

@@ -12,14 +12,18 @@
 6. Stores of the request are in flight: None, for a bounded time.
 7. The prefix that is in RAM.
 
+With one group of full attention, every beginning of a prefix is usable, and a load that fails
+half-way has loaded something. With any other groups a prefix needs different objects than its
+beginnings, so a promotion or load is of use as a whole or not at all.
+
 docs/datapath.md describes the protocol with tierd. The scheduler's thread only.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import count
 
 from kvtier.config.models import Selection
@@ -27,12 +31,19 @@ from kvtier.engines.common.jobs import BlockRun, LoadJob, LoadResult
 from kvtier.engines.common.request_state import CachedMatch, PendingPromotion, RequestState
 from kvtier.engines.common.tierd_session import TierdSession
 from kvtier.engines.vllm.cost_estimates import CopyEstimator, PrefillEstimator
+from kvtier.engines.vllm.load_records import (
+    ActiveLoad,
+    LoadCounts,
+    LoadPrefix,
+    have_blocks,
+    source_tier,
+)
 from kvtier.engines.vllm.miss_lookups import MissLookups
-from kvtier.planner import Planner
+from kvtier.planner import Part, Planner
 from kvtier.store.cost_model import Prefill
 from kvtier.store.generations import unpack_location
 from kvtier.store.selection import LOSS_SHARE, choose_prefix
-from kvtier.store.types import MEMORY_BIT, RAM_BITS
+from kvtier.store.types import MEMORY_BIT
 from kvtier.tierd.wire import Cancel, Load, LoadReleased, Promote, Promoted
 
 MAX_PENDING_PROMOTIONS = 32
@@ -54,59 +65,6 @@ VERIFY_TIMEOUT_SECONDS = 5
 PINNED_SECONDS = 30.0
 """A request that is not admitted releases its promoted slots after this time; tierd reclaims them
 after 60 s."""
-
-
-@dataclass(slots=True)
-class ActiveLoad:
-    """A load in flight.
-
-    ``chunk_tokens[i]``: tokens that key i covers. ``source_tiers``: where the keys were before they
-    were promoted; empty if nothing was. ``keys_loaded`` and ``failure`` come from the workers'
-    reports. ``epoch``: of the session that was told of the load. ``expires_at``: when the workers
-    have reported, unless something is wrong. A rank may report before its copies have ended, so
-    there are two counts of ranks.
-    """
-
-    load_id: int
-    state: RequestState
-    first_chunk: int
-    chunk_tokens: tuple[int, ...]
-    source_tiers: tuple[int, ...]
-    ranks_unreported: int
-    ranks_copying: int
-    keys_loaded: int
-    epoch: int
-    expires_at: float
-    failure: str = ""
-    seconds: float = 0.0
-    copy_seconds: float = 0.0
-    """Both are of the slowest rank."""
-
-    def tier(self, index: int) -> int:
-        """The tier that key ``index`` came from."""
-        return self.source_tiers[index] if index < len(self.source_tiers) else 0
-
-
-@dataclass(slots=True)
-class LoadCounts:
-    """Counts for vLLM's statistics since they were last collected."""
-
-    offered_tokens: int = 0
-    loaded_tokens: Counter[str] = field(default_factory=Counter)
-    failures: Counter[str] = field(default_factory=Counter)
-    promotions: Counter[str] = field(default_factory=Counter)
-    load_seconds: list[float] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class _LoadPrefix:
-    """Chunks to promote, for a request whose first ``computed_tokens`` tokens are in GPU memory.
-    ``look_up``: the replica does not have the last ones."""
-
-    computed_tokens: int
-    first_chunk: int
-    keys: int
-    look_up: bool = False
 
 
 class SchedulerLoads:
@@ -199,7 +157,12 @@ class SchedulerLoads:
             self.counts.promotions["out_of_time"] += 1
             self.cancel_promotion(state)
             return 0
-        end = self._planner.tokens(promotion.first_chunk + promotion.usable_keys)
+        if promotion.end_tokens:
+            whole = promotion.usable_keys == promotion.keys
+            same = promotion.computed_tokens == computed_tokens
+            end = promotion.end_tokens if whole and same else 0
+        else:
+            end = self._planner.tokens(promotion.first_chunk + promotion.usable_keys)
         tokens = end - computed_tokens
         if (
             tokens < max(1, self._session.live.min_load_tokens)
@@ -211,12 +174,12 @@ class SchedulerLoads:
         return tokens
 
     def _match_replica(self, state: RequestState, computed_tokens: int, now: float) -> int | None:
-        planner, live = self._planner, self._session.live
+        planner = self._planner
+        if not planner.prefix_only:
+            return self._match_groups(state, computed_tokens, now)
         first = planner.chunks(computed_tokens)
         keys = state.keys(self._hashes_per_chunk)
-        end = min(len(keys), planner.chunks(state.request.num_tokens))
-        if state.load_end is not None:
-            end = min(end, state.load_end)
+        end = self._max_chunks(state)
         replica = self._session.replica
         get_value, usable_bits = replica.get_value, replica.usable_bits
         bits: list[int] = []
@@ -234,6 +197,46 @@ class SchedulerLoads:
         ):
             return None
         ram_tokens = planner.tokens(first + ram_chunks) - computed_tokens if ram_chunks else 0
+        return self._match_ram(state, computed_tokens, ram_tokens, now)
+
+    def _max_chunks(self, state: RequestState) -> int:
+        """How many chunks of the request may be loaded."""
+        hashed = len(state.keys(self._hashes_per_chunk))
+        end = min(hashed, self._planner.max_hit_chunks(state.request.num_tokens))
+        return end if state.load_end is None else min(end, state.load_end)
+
+    def _match_groups(self, state: RequestState, computed_tokens: int, now: float) -> int | None:
+        """As ``_match_replica``, where a prefix is usable as a whole only."""
+        planner, end = self._planner, self._max_chunks(state)
+        replica = self._session.replica
+        get_value, usable_bits = replica.get_value, replica.usable_bits
+        keys = [
+            state.group_keys(group, self._hashes_per_chunk) for group in range(len(planner.groups))
+        ]
+        anywhere = planner.longest_prefix(
+            computed_tokens,
+            end,
+            lambda group, chunk: get_value(keys[group][chunk], 0) & usable_bits,
+        )
+        in_ram = 0
+        if anywhere and usable_bits & MEMORY_BIT:
+            in_ram = planner.longest_prefix(
+                computed_tokens,
+                anywhere,
+                lambda group, chunk: get_value(keys[group][chunk], 0) & MEMORY_BIT,
+            )
+        if in_ram < anywhere and self._promote_groups(
+            state, computed_tokens, (in_ram, anywhere), now
+        ):
+            return None
+        ram_tokens = planner.tokens(in_ram) - computed_tokens if in_ram else 0
+        return self._match_ram(state, computed_tokens, ram_tokens, now)
+
+    def _match_ram(
+        self, state: RequestState, computed_tokens: int, ram_tokens: int, now: float
+    ) -> int | None:
+        """The answer if ``ram_tokens`` tokens can be loaded from RAM."""
+        live = self._session.live
         if ram_tokens < max(1, live.min_load_tokens):
             return 0
         if live.selection is Selection.COST:
@@ -270,18 +273,14 @@ class SchedulerLoads:
         ``bits[i]``: the tiers that hold the i-th chunk of the prefix. ``unknown``: how many keys
         after it tierd looks up.
         """
-        if state.promotion_tried:
-            # Otherwise a tier that fails immediately gets a request in every step.
-            return False
-        if len(self._pending) >= MAX_PENDING_PROMOTIONS:
-            self.counts.promotions["too_many_waiting"] += 1
+        if not self._may_promote(state):
             return False
         planner, session = self._planner, self._session
         first = planner.chunks(computed_tokens)
-        tiers = self._lookups.tiers(bits, unknown)
+        tiers: Iterable[int] = self._lookups.tiers(bits, unknown)
         keys = len(bits) + unknown
         if not unknown:
-            sources = [0 if b & RAM_BITS else (b & -b).bit_length() - 1 for b in bits]
+            sources = [source_tier(each) for each in bits]
             weights = [session.tier(index).load_weight for index in range(max(sources) + 1)]
             tokens = [planner.chunk_tokens] * len(bits)
             tokens[0] -= computed_tokens - planner.tokens(first)
@@ -291,15 +290,104 @@ class SchedulerLoads:
             if all(b & MEMORY_BIT for b in bits[: chosen.keys]):
                 return False
             tiers, keys = chosen.tiers, chosen.keys
-        timeout: float = max(
-            (session.tier(tier).load_timeout_seconds for tier in tiers if tier),
+        end_tokens = planner.tokens(first + keys)
+        prefix = LoadPrefix(
+            computed_tokens,
+            first,
+            keys,
+            end_tokens,
+            self._tier_timeout(tiers),
+            look_up=bool(unknown),
+        )
+        if unknown and all(b & MEMORY_BIT for b in bits):
+            prefix = replace(
+                prefix,
+                lookup_seconds=self._lookups.seconds(computed_tokens, len(bits), keys),
+                lookup_key=state.keys(self._hashes_per_chunk)[first + len(bits)],
+            )
+        return self._request_promotion(state, prefix, now)
+
+    def _may_promote(self, state: RequestState) -> bool:
+        if state.promotion_tried:
+            # Otherwise a tier that fails immediately gets a request in every step.
+            return False
+        if len(self._pending) >= MAX_PENDING_PROMOTIONS:
+            self.counts.promotions["too_many_waiting"] += 1
+            return False
+        return True
+
+    def _tier_timeout(self, tiers: Iterable[int]) -> float:
+        return max(
+            (self._session.tier(tier).load_timeout_seconds for tier in tiers if tier),
             default=VERIFY_TIMEOUT_SECONDS,
         )
+
+    def _promote_groups(
+        self, state: RequestState, computed_tokens: int, ends: tuple[int, int], now: float
+    ) -> bool:
+        """As ``_promote``, where a prefix is usable as a whole only.
+
+        ``ends``: chunks of the longest prefix that is in RAM, and of the longest one.
+        """
+        if not self._may_promote(state):
+            return False
+        planner, session = self._planner, self._session
+        in_ram, anywhere = ends
+        end = anywhere
+        if session.live.selection is Selection.WEIGHTED:
+            end = self._best_weighted_end(state, computed_tokens, ends)
+        end_tokens = planner.tokens(end)
+        tokens = end_tokens - computed_tokens
+        parts = tuple(planner.needed(computed_tokens, end_tokens)) if end > in_ram else ()
+        if not parts or tokens < max(1, session.live.min_load_tokens, len(parts)):
+            return False
+        bits = [self._usable_bits(state, part.group, part.chunk) for part in parts]
+        timeout = self._tier_timeout({source_tier(each) for each in bits})
+        prefix = LoadPrefix(
+            computed_tokens, planner.chunks(computed_tokens), len(parts), end_tokens, timeout, parts
+        )
+        return self._request_promotion(state, prefix, now)
+
+    def _usable_bits(self, state: RequestState, group: int, chunk: int) -> int:
+        replica = self._session.replica
+        key = state.group_keys(group, self._hashes_per_chunk)[chunk]
+        return replica.get_value(key, 0) & replica.usable_bits
+
+    def _best_weighted_end(
+        self, state: RequestState, computed_tokens: int, ends: tuple[int, int]
+    ) -> int:
+        """Chunks of the prefix with the most tokens x weight of the slowest tier that it needs; of
+        two equal ones the one in faster tiers."""
+        planner, session = self._planner, self._session
+        in_ram, anywhere = ends
+        names = range(session.replica.usable_bits.bit_length())
+        weights = {tier: session.tier(tier).load_weight for tier in names}
+        best, best_score = in_ram, (planner.tokens(in_ram) - computed_tokens) * weights.get(0, 100)
+        if not in_ram:
+            best_score = 0
+        for weight in sorted(set(weights.values()), reverse=True):
+            tiers = frozenset(tier for tier in weights if weights[tier] >= weight)
+
+            def has(group: int, chunk: int, tiers: frozenset[int] = tiers) -> bool:
+                bits = self._usable_bits(state, group, chunk)
+                return bool(bits) and source_tier(bits) in tiers
+
+            found = planner.longest_prefix(computed_tokens, anywhere, has)
+            score = (planner.tokens(found) - computed_tokens) * weight if found else 0
+            if score > best_score:
+                best, best_score = found, score
+        return best
+
+    def _request_promotion(self, state: RequestState, prefix: LoadPrefix, now: float) -> bool:
+        """Asks tierd to promote ``prefix``; returns whether the request has to wait."""
+        session = self._session
+        timeout = prefix.timeout_seconds
         prefill = self._prefill.estimate() if session.live.selection is Selection.COST else None
         if prefill is not None:
             # tierd ends the promotion by then; this also holds if tierd does not answer.
-            end = planner.tokens(first + keys)
-            timeout = min(timeout, (1 + LOSS_SHARE) * prefill.seconds(computed_tokens, end))
+            share = LOSS_SHARE if prefix.parts else 1 + LOSS_SHARE
+            stake = prefill.seconds(prefix.computed_tokens, prefix.end_tokens)
+            timeout = min(timeout, share * stake)
         waited = now - state.lookup_started_at if state.lookup_started_at is not None else 0.0
         budget = timeout - waited
         if budget <= 0:
@@ -307,17 +395,23 @@ class SchedulerLoads:
         if state.stores_in_flight and not self._store_wait_expired(state, now):
             return True
         promotion_id = next(self._ids)
-        prefix = _LoadPrefix(computed_tokens, first, keys, bool(unknown))
         if not session.send(self._promote_message(promotion_id, state, prefix, budget, waited)):
             return False
         state.cached_match = None
         state.promotion_tried = True
         deadline = now + budget + PROMOTION_GRACE_SECONDS
-        promotion = PendingPromotion(promotion_id, first, keys, deadline, session.epoch)
-        if unknown and all(b & MEMORY_BIT for b in bits):
-            seconds = self._lookups.seconds(computed_tokens, len(bits), keys)
-            promotion.lookup_deadline = now + seconds + PROMOTION_GRACE_SECONDS
-            promotion.lookup_key = state.keys(self._hashes_per_chunk)[first + len(bits)]
+        promotion = PendingPromotion(
+            promotion_id,
+            prefix.first_chunk,
+            prefix.keys,
+            deadline,
+            session.epoch,
+            computed_tokens=prefix.computed_tokens if prefix.parts else 0,
+            end_tokens=prefix.end_tokens if prefix.parts else 0,
+        )
+        if prefix.lookup_key:
+            promotion.lookup_deadline = now + prefix.lookup_seconds + PROMOTION_GRACE_SECONDS
+            promotion.lookup_key = prefix.lookup_key
         state.pending_promotion = promotion
         self._pending[promotion_id] = state
         return True
@@ -326,31 +420,36 @@ class SchedulerLoads:
         self,
         promotion_id: int,
         state: RequestState,
-        prefix: _LoadPrefix,
+        prefix: LoadPrefix,
         budget_seconds: float,
         waited_seconds: float,
     ) -> Promote:
         """Under selection ``Cost`` tierd decides, so it gets the cost of computing the prompt."""
-        keys = state.wire_keys(prefix.first_chunk, prefix.keys)
-        if self._session.live.selection is not Selection.COST:
-            return Promote(
-                promotion=promotion_id,
-                keys=keys,
-                budget_seconds=budget_seconds,
-                look_up=prefix.look_up,
-            )
-        prefill = self._prefill.estimate() or Prefill(0.0, 0.0)
-        first = prefix.first_chunk + 1
-        ends = tuple(self._planner.tokens(chunk) for chunk in range(first, first + prefix.keys))
+        if prefix.parts:
+            keys = state.wire_keys_of(prefix.parts)
+        else:
+            keys = state.wire_keys(prefix.first_chunk, prefix.keys)
+        whole = bool(prefix.parts)
+        cost = self._session.live.selection is Selection.COST
+        prefill = (self._prefill.estimate() if cost else None) or Prefill(0.0, 0.0)
+        ends: tuple[int, ...] = ()
+        if whole:
+            # A part of the keys saves nothing, so it earns no time.
+            start = prefix.computed_tokens
+            ends = (*range(start + 1, start + prefix.keys), prefix.end_tokens)
+        elif cost:
+            first = prefix.first_chunk + 1
+            ends = tuple(self._planner.tokens(chunk) for chunk in range(first, first + prefix.keys))
         return Promote(
             promotion=promotion_id,
             keys=keys,
             budget_seconds=budget_seconds,
-            start_tokens=prefix.computed_tokens,
+            start_tokens=prefix.computed_tokens if ends else 0,
             ends=ends,
             alpha=prefill.alpha,
             beta=prefill.beta,
-            waited_seconds=waited_seconds,
+            waited_seconds=waited_seconds if cost else 0.0,
+            whole=whole,
             look_up=prefix.look_up,
         )
 
@@ -377,35 +476,46 @@ class SchedulerLoads:
 
     # Loads.
 
-    def start(self, state: RequestState, tokens: int, block_ids: Sequence[int]) -> None:
+    def start(
+        self, state: RequestState, tokens: int, block_tables: Sequence[Sequence[int]]
+    ) -> None:
         """Starts a load of ``tokens`` tokens after the request's local hit.
 
-        ``block_ids``: the request's whole block table. vLLM waits for a report from now on, so a
-        job is queued even if tierd cannot be reached.
+        ``block_tables``: the request's whole block tables, by group. vLLM waits for a report from
+        now on, so a job is queued even if tierd cannot be reached.
         """
         now = self._clock()
         planner, session = self._planner, self._session
-        parts = planner.needed(state.computed_tokens, state.computed_tokens + tokens)
+        end_tokens = state.computed_tokens + tokens
+        parts = planner.needed(state.computed_tokens, end_tokens)
         first = planner.chunks(state.computed_tokens)
         promotion, state.pending_promotion = state.pending_promotion, None
         load_id = next(self._ids)
         runs = tuple(
             BlockRun(
-                each.group, each.first, tuple(block_ids[each.block : each.block + each.blocks])
+                part.group,
+                part.first,
+                tuple(block_tables[part.group][part.block : part.block + part.blocks]),
             )
-            for each in parts
+            for part in parts
         )
         timeout = MIN_LOAD_TIMEOUT_SECONDS
         if promotion is not None:
             self._pending.pop(promotion.promotion_id, None)
             promotion_ends_at = promotion.deadline - PROMOTION_GRACE_SECONDS
             timeout = max(timeout, promotion_ends_at + LOAD_GRACE_SECONDS - now)
-        timeout += sum(session.slot_bytes) * len(parts) / MIN_COPY_BYTES_PER_SECOND
-        locations = self._locations(state, promotion, first, len(parts))
+        sizes = session.slot_bytes
+        if sizes:
+            timeout += sum(sizes[part.group] for part in parts) / MIN_COPY_BYTES_PER_SECOND
         slots, generations = [], []
-        for slot, generation in map(unpack_location, locations):
-            slots.append(slot)
-            generations.append(generation)
+        if have_blocks(runs, parts):
+            for location in self._locations(state, promotion, parts, end_tokens):
+                slot, generation = unpack_location(location)
+                slots.append(slot)
+                generations.append(generation)
+            reason = ""
+        else:
+            reason = "block_table"
         self._jobs.append(
             LoadJob(
                 load_id,
@@ -419,47 +529,62 @@ class SchedulerLoads:
         )
         state.load_id = load_id
         state.cached_match = None
-        block_tokens = planner.groups[0].block_tokens
         self._active[load_id] = ActiveLoad(
             load_id,
             state,
             first_chunk=first,
-            chunk_tokens=tuple(part.blocks * block_tokens for part in parts),
+            end_chunk=-(-end_tokens // planner.chunk_tokens),
+            chunk_tokens=tuple(part.tokens for part in parts),
             source_tiers=promotion.tiers if promotion is not None else (),
             ranks_unreported=planner.ranks,
             ranks_copying=planner.ranks,
             keys_loaded=len(parts),
             epoch=session.epoch,
             expires_at=now + timeout + REPORT_GRACE_SECONDS,
+            failure=reason,
         )
         self.counts.offered_tokens += tokens
         message = Load(
             load=load_id,
             promotion=promotion.promotion_id if promotion is not None else 0,
-            keys=state.wire_keys(first, len(parts)),
+            keys=state.wire_keys_of(parts),
         )
         # The load does not depend on it: tierd is asked not to evict what is being copied.
         session.send(message)
 
     def _locations(
-        self, state: RequestState, promotion: PendingPromotion | None, first: int, count: int
+        self,
+        state: RequestState,
+        promotion: PendingPromotion | None,
+        parts: Sequence[Part],
+        end_tokens: int,
     ) -> list[int]:
-        """Returns where the ``count`` keys from chunk ``first`` on are, up to the first one that is
-        no longer in RAM."""
-        if promotion is not None and promotion.first_chunk == first:
-            promoted = promotion.locations[: promotion.usable_keys]
-            return list(promoted[:count])
+        """Returns where the objects of ``parts`` are, up to the first one that is no longer in
+        RAM."""
+        if promotion is not None:
+            if promotion.end_tokens:
+                same = (promotion.computed_tokens, promotion.end_tokens) == (
+                    state.computed_tokens,
+                    end_tokens,
+                )
+            else:
+                same = bool(parts) and promotion.first_chunk == parts[0].chunk
+            if same:
+                return list(promotion.locations[: promotion.usable_keys][: len(parts)])
         locations: list[int] = []
         location = self._session.replica.location
-        for key in state.keys(self._hashes_per_chunk)[first : first + count]:
-            found = location(key)
+        for part in parts:
+            found = location(state.group_keys(part.group, self._hashes_per_chunk)[part.chunk])
             if not found:
                 break
             locations.append(found)
         return locations
 
     def start_failing(self, state: RequestState, block_ids: Sequence[int]) -> None:
-        """Queues a job that cannot succeed, after ``start`` raised: vLLM waits for a report."""
+        """Queues a job that cannot succeed, after ``start`` raised: vLLM waits for a report.
+
+        ``block_ids``: the block table of the first group.
+        """
         if any(job.request_id == state.request_id for job in self._jobs):
             return
         first_block = state.computed_tokens // self._planner.groups[0].block_tokens
@@ -518,17 +643,27 @@ class SchedulerLoads:
         state = load.state
         if state.load_id == load.load_id:
             state.load_id = 0
-        for index, tokens in enumerate(load.chunk_tokens[: load.keys_loaded]):
+        complete = load.keys_loaded == len(load.chunk_tokens)
+        # What is of use as a whole only is recomputed from the start if it is not complete.
+        useful = load.keys_loaded if complete or self._planner.prefix_only else 0
+        for index, tokens in enumerate(load.chunk_tokens[:useful]):
             tier = load.tier(index)
             self.counts.loaded_tokens[self._session.tier_name(tier)] += tokens
             self.loaded_tokens[tier] += tokens
         self.counts.load_seconds.append(load.seconds)
-        if load.keys_loaded < len(load.chunk_tokens):
+        if complete:
+            return
+        self.counts.failures[load.failure.split(":")[0] or "partial"] += 1
+        if self._planner.prefix_only:
             loaded_end = load.first_chunk + load.keys_loaded
-            state.load_failed = state.load_end is not None or load.keys_loaded < 2
-            state.load_end = loaded_end - 1
-            state.frontier.move_back(loaded_end)
-            self.counts.failures[load.failure.split(":")[0] or "partial"] += 1
+            end = loaded_end - 1
+        else:
+            loaded_end = load.first_chunk
+            # Less than half of what was offered.
+            end = load.first_chunk + (load.end_chunk - load.first_chunk - 1) // 2
+        state.load_failed = state.load_end is not None or end <= load.first_chunk
+        state.load_end = end
+        state.frontier.move_back(loaded_end)
 
     def on_request_finished(self, state: RequestState) -> None:
         """The request finished or was aborted."""

@@ -38,6 +38,7 @@ from kvtier.engines.vllm import weights
 from kvtier.engines.vllm.config import engine_name
 from kvtier.engines.vllm.metadata import StepMetadata, WorkerReport
 from kvtier.errors import KVTierError
+from kvtier.planner import Planner
 from kvtier.processes import own_identity
 from kvtier.tierd.client import ClientOptions, TierdClient
 from kvtier.tierd.liveness import hold_peer_lock
@@ -82,7 +83,7 @@ def connect_worker(
 class KVTierConnectorWorker:
     """The worker side of one rank. Hook methods have the names of vLLM's hooks.
 
-    ``chunk_tokens``: the effective chunk, as the planner computed it.
+    ``planner``: the same as the scheduler side's.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class KVTierConnectorWorker:
         vllm_config: VllmConfig,
         kv_cache_config: KVCacheConfig,
         structural: Structural,
-        chunk_tokens: int,
+        planner: Planner,
         *,
         client: WorkerClientFactory | None = None,
         copy_engine: CopyEngineFactory = make_engine,
@@ -98,14 +99,14 @@ class KVTierConnectorWorker:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._run_directory = Path(structural.run_directory)
-        self._chunk_tokens = chunk_tokens
+        self._planner = planner
+        self._chunk_tokens = planner.chunk_tokens
         private = structural.daemon is Daemon.ENGINE
         self._make_client = client or partial(connect_worker, private=private)
         self._make_engine = copy_engine
         self._rank = int(getattr(vllm_config.parallel_config, "rank", 0))
-        self._single_group = len(kv_cache_config.kv_cache_groups) == 1
         self._counters = Counters()
-        self._completions = CompletionQueue(self._single_group)
+        self._completions = CompletionQueue(planner.prefix_only)
         self._thread: TransferThread | None = None
         self._codec: Codec | None = None
         self._weights = weights.WeightsFingerprint("", "no fingerprint was taken")
@@ -148,9 +149,11 @@ class KVTierConnectorWorker:
             self._turn_off(f"{type(error).__name__}: {error}")
 
     def _start(self, kv_caches: Mapping[str, object]) -> None:
-        if not self._single_group and not reports_failed_requests():
+        if not self._planner.prefix_only and not reports_failed_requests():
             raise KVTierError(
-                "this vLLM cannot recompute failed loads of models with several KV cache groups"
+                "this vLLM cannot recompute failed loads of models with several KV cache groups: "
+                "use vLLM 0.32, or --disable-hybrid-kv-cache-manager if the model has attention "
+                "only"
             )
         codec, device = self._build_codec(kv_caches)
         engine = self._make_engine(kv_caches, codec)
@@ -187,6 +190,7 @@ class KVTierConnectorWorker:
                 self._counters,
                 time.monotonic,
                 SlotGenerations(),
+                max(0, self._planner.counted_group),
             ),
             partial(self._make_client, self._run_directory, self._hello),
             HostPoolMapper(
@@ -208,11 +212,12 @@ class KVTierConnectorWorker:
         config, chunk = self._kv_cache_config, self._chunk_tokens
         layers = [name for group in config.kv_cache_groups for name in group.layer_names]
         backends = layer_backends(self._vllm_config, layers)
-        codec = build_codec(kv_caches, config, chunk, backends)
+        blocks = self._planner.all_object_blocks
+        codec = build_codec(kv_caches, config, chunk, backends, blocks)
         device = cache_device(kv_caches, codec)
         if device.type == "cpu":
             backends = {name: f"{backends[name]} {cpu_capability()}".strip() for name in layers}
-            codec = build_codec(kv_caches, config, chunk, backends)
+            codec = build_codec(kv_caches, config, chunk, backends, blocks)
         return codec, device
 
     def _hello(self) -> Hello:

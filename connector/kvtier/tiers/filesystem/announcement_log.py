@@ -104,7 +104,7 @@ class AnnouncementLog:
     def skip(self) -> None:
         """Passes over what others have announced so far: a scan follows, which finds it."""
         role = self._shared.role
-        if not self._shared.enabled or role.leads or role.term_path is None:
+        if not self._shared.enabled or role.leads or role.term_path is None or not role.expected:
             return
         self._follow(role.term_path)
         if self._followed is not None:
@@ -154,8 +154,9 @@ class AnnouncementLog:
         """Writes what waits to this process's log; returns it as frames."""
         if role.path is None:
             return []
+        path = role.path / ANNOUNCEMENTS
         entries = self._shared.take(_MAX_SENT)
-        if not entries:
+        if not entries and self._own.exists(path, role.writer_blocks):
             return []
         try:
             frames = encode_frames(entries, self._writer_id, self._next_frame, self._keys())
@@ -166,9 +167,7 @@ class AnnouncementLog:
         # Numbers are not used again: a part of the frames may be written.
         self._next_frame += len(frames)
         try:
-            self._own.append(
-                role.path / ANNOUNCEMENTS, role.writer_blocks, self._directory.modes, frames
-            )
+            self._own.append(path, role.writer_blocks, self._directory.modes, frames)
         except OSError as error:
             self._shared.restore(entries)
             if error.errno in GONE:
@@ -208,15 +207,13 @@ class AnnouncementLog:
             self._shared.count("tier_announcements_lost", "not_sent")
             del self._to_copy[:-_MAX_COPIED]
             self._leader.number += 1
-        if not self._to_copy or self._term_path is None:
+        if self._term_path is None:
+            return
+        path = self._term_path / ANNOUNCEMENTS
+        if not self._to_copy and self._leader.exists(path, role.leader_blocks):
             return
         try:
-            self._leader.append(
-                self._term_path / ANNOUNCEMENTS,
-                role.leader_blocks,
-                self._directory.modes,
-                self._to_copy,
-            )
+            self._leader.append(path, role.leader_blocks, self._directory.modes, self._to_copy)
             self._to_copy.clear()
         except OSError as error:
             if error.errno not in GONE:

@@ -10,7 +10,9 @@ client removes would stay in its directory under another name, and that director
 removed, which is how its owner is fenced. As with records, direct I/O reads past NFS's caches.
 
 How far the owner has written is also in a record that readers see anyway (the owner's or the
-ledger). A log that ends before that has lost blocks.
+ledger). A log that ends before that has lost blocks. A log begins with an empty block, and is not
+opened before its owner has reported that one: an NFS client that has looked for a file in vain
+does not see it for a while after it was created.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ class LogWriter:
 
     def append(self, path: Path, blocks: int, modes: Modes, frames: Sequence[bytes]) -> None:
         """Appends frames to the log of that many blocks. Creates the file where it is missing, in a
-        directory that must exist. Frames beyond the size of the log are the oldest, and lost."""
+        directory that must exist, also if there are no frames. Frames beyond the size of the log
+        are the oldest, and lost."""
+        groups = pack_blocks(frames)
         if (path, blocks) != (self._path, self._blocks):
             self._log_id = b""
         flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -61,17 +65,22 @@ class LogWriter:
         if descriptor < 0:
             descriptor = os.open(path, flags | os.O_CREAT | os.O_TRUNC, modes.file)
             self._path, self._blocks, self._log_id = path, blocks, os.urandom(8)
+            groups.insert(0, b"")
             if modes.gid is not None:
                 os.fchown(descriptor, -1 if modes.uid is None else modes.uid, modes.gid)
                 os.fchmod(descriptor, modes.file)
         try:
             bypass_cache(descriptor)
-            for group in pack_blocks(frames):
+            for group in groups:
                 data = encode_block(self._log_id, self.number, blocks, group)
                 os.pwrite(descriptor, data, self.number % blocks * BLOCK_BYTES)
                 self.number += 1
         finally:
             os.close(descriptor)
+
+    def exists(self, path: Path, blocks: int) -> bool:
+        """Whether this log was created, as far as its owner knows."""
+        return bool(self._log_id) and (path, blocks) == (self._path, self._blocks)
 
     def discard(self) -> None:
         """Removes the file, if there is one."""
@@ -113,6 +122,8 @@ class LogReader:
     def poll(self, expected: int, max_blocks: int = MAX_BLOCKS) -> list[bytes]:
         """The frames since the last call, of about ``max_blocks`` blocks at most. ``expected``: how
         many blocks the owner had reported before this call."""
+        if self._next is None and not expected:
+            return []
         descriptor = self._open()
         if descriptor is None:
             known = self._next or 0

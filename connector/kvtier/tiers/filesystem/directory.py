@@ -27,8 +27,8 @@ class TierDirectory:
 
     ``limits``: the live limits. ``shared``: other processes write here. ``on_change`` announces
     objects that appeared or were removed. ``in_use``: namespaces of engines of this process.
-    ``clock``: monotonic seconds, for leases. ``announcements``: what other processes are told.
-    ``free_space``: keeps ``minFree``; None where the capacity alone limits.
+    ``clock``: monotonic seconds, for leases. ``free_space``: keeps ``minFree``; None where the
+    capacity alone limits. ``announcements``: what other processes are told.
     """
 
     root: Path

@@ -1,9 +1,10 @@
 """The janitor: what the leader of a directory does. It keeps the ledger, answers grant requests,
 fences writers that are dead, and evicts.
 
-One thread at a time (maintenance.py). The order of its writes makes it safe to be killed at any
-moment: a charge is in the ledger before what it stands for can happen, and the file of a grant is
-removed only after the ledger accounts for the grant.
+One thread serves the writers, and one evicts (maintenance.py). They share the ledger, which any
+thread may use, and values that are replaced as a whole. The order of its writes makes it safe to be
+killed at any moment: a charge is in the ledger before what it stands for can happen, and the file
+of a grant is removed only after the ledger accounts for the grant.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,6 +87,10 @@ class Janitor:
     def __init__(self, directory: TierDirectory, holder: str, inherited: InheritedState) -> None:
         self.term = inherited.term
         self.ledger = Ledger(inherited.base_bytes)
+        self.wanted_bytes = 0
+        """What is to be evicted for grants, by the next ``evict_for_grants``."""
+        self.heartbeat: Callable[[], None] = lambda: self.write_ledger(directory.clock())
+        """Called while evicting, however long that takes."""
         self.needs_full_count = inherited.base_bytes is None
         """The index has no more candidates for eviction: only a complete count can find some."""
         self.evicted = 0
@@ -105,6 +111,8 @@ class Janitor:
         self._settled_paths: list[Path] = []
         self._evicting = False
         """Between the high watermark and the low one."""
+        self._exhausted: tuple[int, int] | None = None
+        """Objects in the index, and generation of the ledger, when evicting freed too little."""
         for name, grants in inherited.grants.items():
             writer = self._writers[name] = _WriterState()
             for number, size_bytes in grants.items():
@@ -123,9 +131,11 @@ class Janitor:
     @property
     def limit_bytes(self) -> int:
         """What may be charged."""
-        capacity, writers = self._capacity_bytes, len(self._writers)
-        logs = log_bytes(capacity, writers) if self._directory.announcements.enabled else 0
-        return limit_bytes(capacity, writers) - logs
+        writers = len(self._writers)
+        limit = limit_bytes(self._capacity_bytes, writers)
+        if self._directory.announcements.enabled:
+            limit -= log_bytes(self._directory.limits().capacity_bytes, writers)
+        return max(limit, 0)
 
     def grant_bytes(self) -> int:
         """Size of a grant."""
@@ -235,7 +245,7 @@ class Janitor:
             return True
         if found["full"] != writer.enospc_reports:
             writer.enospc_reports = found["full"]
-            self.evict(self._index.usage().used_bytes * _ENOSPC_PERCENT // 100)
+            self._want(self._index.usage().used_bytes * _ENOSPC_PERCENT // 100)
         if not found["bytes"] or found["ask"] <= writer.answer[0]:
             return False
         if self.ledger.base_bytes is not None:
@@ -266,8 +276,8 @@ class Janitor:
 
     def _answer(self, name: str, writer: _WriterState, found: dict[str, Any], now: float) -> None:
         least, requested = found["least"], max(found["bytes"], self.grant_bytes())
-        room = self._make_room(least, requested)
-        if room < least and self._may_find_room(name, least, now):
+        room = self._find_room(least, requested)
+        if room < least and (self.wanted_bytes or self._may_find_room(name, least, now)):
             return
         size_bytes = min(requested, room) if room >= least else 0
         if size_bytes:
@@ -361,7 +371,7 @@ class Janitor:
         """Bytes in files of every grant, as the writers reported them last."""
         return {
             (name, int(number)): used
-            for name, writer in self._writers.items()
+            for name, writer in list(self._writers.items())
             for number, used in writer.record.get("used", {}).items()
         }
 
@@ -370,14 +380,29 @@ class Janitor:
     def _surplus(self, target_bytes: int) -> int:
         return (self.ledger.charge_bytes or 0) - target_bytes
 
-    def _make_room(self, least: int, requested: int) -> int:
+    def _find_room(self, least: int, requested: int) -> int:
+        """The room that there is. If it is less than requested, objects are to be evicted."""
         limit = self.limit_bytes
         if least > limit:
             return 0
         if self._surplus(limit - requested) > 0:
             low = limit * self._directory.limits().low_watermark_percent // 100
-            self.evict(self._surplus(min(low, limit - least)))
+            self._want(self._surplus(min(low, limit - least)))
         return -self._surplus(limit)
+
+    def _want(self, surplus_bytes: int) -> None:
+        if self._exhausted != (self._index.count, self.ledger.generation):
+            self.wanted_bytes = max(self.wanted_bytes, surplus_bytes)
+
+    def evict_for_grants(self) -> bool:
+        """Evicts what grants wait for. True if there was something to evict."""
+        wanted, self.wanted_bytes = self.wanted_bytes, 0
+        if wanted <= 0:
+            return False
+        freed, _ = self._evict(wanted, None)
+        if freed < wanted:
+            self._exhausted = (self._index.count, self.ledger.generation)
+        return True
 
     def _may_find_room(self, name: str, least: int, now: float) -> bool:
         """Whether to leave a request pending: other writers may return grants, or a count may find
@@ -427,6 +452,10 @@ class Janitor:
         ``surplus_bytes`` are freed. Returns how many it tried to remove. The ledger's heartbeat
         continues however long that takes.
         """
+        return self._evict(surplus_bytes, at_most)[1]
+
+    def _evict(self, surplus_bytes: int, at_most: int | None) -> tuple[int, int]:
+        """Bytes freed, and objects that it tried to remove."""
         freed = count = 0
         unremovable: set[tuple[str, bytes]] = set()
         while freed < surplus_bytes and (at_most is None or count < at_most):
@@ -442,11 +471,12 @@ class Janitor:
                 # Make it the most recently used, so that it does not block the others.
                 self._index.touch(*victim)
             count += 1
-            self.write_ledger(self._directory.clock())
-        return count - len(unremovable)
+            self.heartbeat()
+        return freed, count - len(unremovable)
 
     def _remove(self, namespace: str, key: bytes) -> int:
         path = object_path(str(self._root), namespace, key)
+        generation, counted = self.ledger.generation, self._is_counted(namespace, path)
         freed = 0
         try:
             size = os.lstat(path).st_size
@@ -455,13 +485,13 @@ class Janitor:
         except OSError as error:
             if error.errno not in GONE:
                 raise
-        self.credit(namespace, path, freed)
+        self._credit(freed, counted, generation)
         try:
             os.rmdir(os.path.dirname(path))
         except OSError:
             pass
         else:
-            self.credit(namespace, path, DIRECTORY_BYTES)
+            self._credit(DIRECTORY_BYTES, counted, generation)
             freed += DIRECTORY_BYTES
         self.evicted += 1
         self._directory.drop(namespace, key)
@@ -469,20 +499,29 @@ class Janitor:
             self._directory.announcements.removed(namespace, key)
         return freed
 
-    def credit(self, namespace: str, path: str, size_bytes: int) -> None:
-        """A file was removed."""
+    def _is_counted(self, namespace: str, path: str) -> bool:
+        """Whether the running count has passed the object's bucket. To be asked before the object
+        is removed: whether a count that comes by meanwhile sees it is not known."""
         first, second = path.rsplit("/", 3)[1:3]
-        counted = (
-            self._counted_bucket is not None and (namespace, first, second) <= self._counted_bucket
-        )
-        self.ledger.credit(size_bytes, counted)
+        bucket = self._counted_bucket
+        return bucket is not None and (namespace, first, second) <= bucket
+
+    def _credit(self, size_bytes: int, counted: bool, generation: int) -> None:
+        if not self.ledger.credit(size_bytes, counted, generation):
+            self._recount_requested = True
+
+    def credit_removal(self, size_bytes: int, generation: int) -> None:
+        """A file of the directory was removed by this process, but not by this janitor.
+        ``generation``: of the ledger before that."""
+        if generation % 2 or not self.ledger.credit(size_bytes, False, generation):
+            self._recount_requested = True
 
     def remove_namespace(self, namespace: str) -> None:
         """Removes the objects of a namespace, and its directories if nothing else is in them."""
         for key in self._index.keys(namespace):
             with contextlib.suppress(OSError):
                 self._remove(namespace, key)
-            self.write_ledger(self._directory.clock())
+            self.heartbeat()
         top = self._root / namespace
         with contextlib.suppress(OSError):
             for middle in [

@@ -2,9 +2,12 @@
 renews this process's leases, leads the directory or watches its leader, obtains grants, and keeps
 the index up to date.
 
-One background thread per tier runs ``run_once`` in a loop; a thread that needs bytes runs it as
-well. Everything that may block is under one lock, which lookups never take. ``request_recount``,
-``generation``, ``record_removal``, ``may_publish`` and ``wake`` take no lock and do no I/O.
+Three background threads per tier do it (maintenance_threads.py): leases and grants, evictions, and
+scans. No lock is held during I/O: who does one kind of work has its turn, and the others do not
+wait for it. A thread that needs bytes requests them and waits until there are some. Without the
+threads, as in ``kvtier gc``, it does the work itself.
+
+``request_recount``, ``generation``, ``record_removal``, ``may_publish`` and ``wake`` do no I/O.
 """
 
 from __future__ import annotations
@@ -13,9 +16,7 @@ import contextlib
 import errno
 import logging
 import os
-import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
@@ -38,6 +39,7 @@ from kvtier.tiers.filesystem.election import (
 from kvtier.tiers.filesystem.io import GONE, NO_SPACE, tier_error
 from kvtier.tiers.filesystem.janitor import Janitor
 from kvtier.tiers.filesystem.layout import CONTROL, make_directory, term_path
+from kvtier.tiers.filesystem.maintenance_threads import MaintenanceThreads, Turn
 from kvtier.tiers.filesystem.quota import ByteAllocation, ByteGrants, Writer
 from kvtier.tiers.filesystem.scan_scheduler import ScanScheduler
 from kvtier.tiers.filesystem.walker import DirectoryScan, object_path
@@ -48,7 +50,7 @@ GRANT_SECONDS = 2.0
 less than a store may take."""
 BUSY_SECONDS = 0.02
 _BUSY_PERIOD_SECONDS = 2.0
-_STOP_SECONDS = 2.0
+_GRANT_ROUNDS = 3
 _SILENT_SECONDS = 3.0
 """A leader that has been silent for so long may already have a successor."""
 _MAX_REMOVALS = 100_000
@@ -71,14 +73,16 @@ class DirectoryMaintenance:
         self._root = directory.root
         self._index = directory.index
         self._clock = directory.clock
-        self._lock = threading.Lock()
-        self._wake = threading.Event()
+        self._leases, self._evictions, self._scanning = Turn(), Turn(), Turn()
+        self._threads = MaintenanceThreads(self)
+        self._failures = 0
+        self._failure: TierError | None = None
+        self._enospc = False
         self._scans = ScanScheduler(
             directory, lambda: self.janitor, lambda: self.writer.server_time
         )
-        self._removals: deque[tuple[str, str, int, int]] = deque(maxlen=_MAX_REMOVALS)
+        self._removals: deque[tuple[int, int]] = deque(maxlen=_MAX_REMOVALS)
         self._stopping = False
-        self._thread: threading.Thread | None = None
         self._watch = LeaseWatch()
         self._term = 0
         self._grant_bytes = 0
@@ -91,21 +95,16 @@ class DirectoryMaintenance:
 
     def join(self) -> None:
         """Registers as a writer of the directory, and as its leader if there is none."""
-        with self._locked(None), self._mapped():
+        with self._mapped():
             self._stopping = False
             make_directory(self._root, self._directory.modes)
             self._root_identity = None
-            self._run_once(self._clock(), supersede=True)
+            self._run_once(supersede=True)
 
     def scan_completely(self) -> DirectoryScan:
         """Scans the whole directory at full speed, renewing the leases."""
-
-        def renew() -> None:
-            if self.writer.registered:
-                self._renew(self._clock())
-
-        with self._locked(None), self._mapped():
-            return self._scans.scan_completely(renew)
+        with self._scanning.taken(None), self._mapped():
+            return self._scans.scan_completely(self._heartbeat)
 
     def verify_in_background(self) -> bool:
         """Whether the index may be filled from a saved one, which the loop then verifies. False if
@@ -124,26 +123,17 @@ class DirectoryMaintenance:
         return self._scans.verifying
 
     def start_loop(self) -> None:
-        """Starts the background maintenance loop."""
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(
-                target=_maintenance_loop,
-                args=(weakref.ref(self), self._wake),
-                name="kvtier-file-tier",
-                daemon=True,
-            )
-            self._thread.start()
+        """Starts the background threads."""
+        self._threads.start()
 
     def stop(self) -> None:
-        """Stops the loop, which then runs ``release``. Waits for a limited time."""
+        """Stops the threads; the last round is ``release``. Waits for a limited time."""
         self._stopping = True
-        self._wake.set()
-        if self._thread is not None:
-            self._thread.join(_STOP_SECONDS)
+        self._threads.stop()
 
     def release(self) -> None:
         """Returns the grants and resigns as the leader."""
-        with self._locked(None), self._mapped():
+        with self._leases.taken(None), self._mapped():
             now = self._clock()
             self.writer.close(now)
             if self.janitor is not None:
@@ -155,9 +145,9 @@ class DirectoryMaintenance:
             self.writer.unregister()
 
     def wake(self) -> None:
-        """Makes the loop run at once."""
+        """Makes the leases have their next round at once."""
         self._busy_until = self._clock() + HEARTBEAT_SECONDS
-        self._wake.set()
+        self._threads.wake("leases")
 
     @property
     def stopping(self) -> bool:
@@ -186,19 +176,17 @@ class DirectoryMaintenance:
         if size_bytes > self._directory.limits().capacity_bytes:
             raise TierNoSpaceError(f"{self._root}: {size_bytes} bytes exceed the capacity")
         deadline = time.monotonic() + GRANT_SECONDS
-        denials = self.grants.denials
+        denials, failures = self.grants.denials, self._failures
         request = self.grants.request(size_bytes)
         try:
             while True:
                 left = deadline - time.monotonic()
-                with self._locked(max(left, 0.01)), self._mapped():
-                    allocation = self.grants.allocate(size_bytes)
-                    if allocation is not None:
-                        return allocation
-                    self._run_once(self._clock())
+                self._advance()
                 allocation = self.grants.allocate(size_bytes)
                 if allocation is not None:
                     return allocation
+                if self._failure is not None and self._failures != failures:
+                    raise type(self._failure)(str(self._failure))
                 if self.grants.denials != denials:
                     raise TierNoSpaceError(
                         f"{self._root}: no room for {size_bytes} bytes within the capacity"
@@ -217,10 +205,16 @@ class DirectoryMaintenance:
 
     def on_enospc(self) -> None:
         """The file system is full: objects have to go, at once if this process is the leader."""
-        with self._locked(GRANT_SECONDS), self._mapped():
-            if self.writer.registered:
-                self.writer.report_enospc()
-            self._run_once(self._clock())
+        self._enospc = True
+        self._advance()
+
+    def _advance(self) -> None:
+        """Makes progress with what a thread waits for."""
+        if self._threads.running:
+            self.wake()
+            return
+        with self._mapped():
+            self._run_once()
 
     def request_recount(self) -> None:
         """The ledger may charge too much: requests a count, if this process is the leader."""
@@ -232,47 +226,115 @@ class DirectoryMaintenance:
         janitor = self.janitor
         return -1 if janitor is None else janitor.ledger.generation
 
-    def record_removal(self, namespace: str, path: str, size_bytes: int, generation: int) -> None:
+    def record_removal(self, size_bytes: int, generation: int) -> None:
         """This tier has removed a file. ``generation``: before the removal."""
         if generation >= 0:
-            self._removals.append((namespace, path, size_bytes, generation))
+            self._removals.append((size_bytes, generation))
 
     # Rounds.
 
     def run_once(self) -> None:
-        """One round of maintenance."""
-        with self._locked(None), self._mapped():
-            self._run_once(self._clock())
+        """One round of all maintenance."""
+        with self._mapped():
+            self._run_once()
+
+    def run_leases(self) -> None:
+        """One round of leases and grants."""
+        with self._mapped():
+            self._run_leases()
+        janitor = self.janitor
+        if janitor is not None and janitor.wanted_bytes:
+            self._threads.wake("evictions")
+        if janitor is not None and janitor.needs_full_count:
+            self._threads.wake("scans")
+
+    def run_evictions(self) -> None:
+        """Evicts what grants wait for, and down to the watermarks."""
+        with self._evictions.taken(None), self._mapped():
+            while self._evict_for_grants() or self._evict_batch():
+                self.wake()
+                if self._stopping:
+                    return
+
+    def run_scans(self) -> None:
+        """The part of a scan that is due, or a full count if one is needed."""
+        with self._scanning.taken(None), self._mapped():
+            self._scan()
+
+    def note_failure(self, error: TierError) -> None:
+        """A round of a background thread has failed: threads that wait for bytes stop waiting."""
+        self._failure = error
+        self._failures += 1
 
     def enforce_limits(self) -> None:
         """One round that does not end before the limits are met, if this process is the leader."""
-        with self._locked(None), self._mapped():
-            self._run_once(self._clock())
-            while (
-                self.janitor is not None
-                and (self._evict_batch() or self.janitor.needs_full_count)
-                and not self._stopping
-            ):
+        with self._mapped():
+            self._run_once()
+            while self.janitor is not None and not self._stopping:
+                with self._evictions.taken(None):
+                    more = self._evict_batch()
+                if not more and not self.janitor.needs_full_count:
+                    return
                 if self.janitor.needs_full_count:
-                    self._scans.scan_completely(lambda: self._renew(self._clock()))
-                self._renew(self._clock())
+                    with self._scanning.taken(None):
+                        self._scan()
+                self._run_leases()
 
-    def _run_once(self, now: float, *, supersede: bool = False) -> None:
-        try:
-            self._register(now)
-            self._renew(now, supersede=supersede)
-        except OSError as error:
-            if error.errno in NO_SPACE:
-                self._make_room(now)
-            raise
-        if self.janitor is not None:
+    def _run_once(self, *, supersede: bool = False) -> None:
+        self._run_leases(supersede=supersede)
+        for _ in range(_GRANT_ROUNDS):
+            with self._evictions.taken(None):
+                if not self._evict_for_grants():
+                    break
+            self._run_leases()
+        with self._evictions.taken(None):
             if self._evict_batch():
                 self._busy_until = max(self._busy_until, self._clock() + BUSY_SECONDS)
-            if self.janitor is not None and self.janitor.needs_full_count and not supersede:
-                self._scans.scan_completely(lambda: self._renew(self._clock()))
+        if supersede:
+            return
+        with self._scanning.taken(None):
+            counted = self._scan()
+        if counted:
+            self._run_leases()
+
+    def _run_leases(self, *, supersede: bool = False) -> None:
+        """What must not wait for anything else. Only the thread whose turn it is does this."""
+        with self._leases.taken(None):
+            now = self._clock()
+            try:
+                self._register(now)
+                if self._enospc and self.writer.registered:
+                    self._enospc = False
+                    self.writer.report_enospc()
+                self._renew(now, supersede=supersede)
+            except OSError as error:
+                if error.errno in NO_SPACE:
+                    self._make_room(now)
+                raise
+
+    def _heartbeat(self) -> None:
+        """Renews the leases during long work, unless another thread does."""
+        with self._leases.taken(0.0) as mine:
+            if mine and self.writer.registered:
                 self._renew(self._clock())
-        if not supersede:
-            self._scans.scan_due(self._clock())
+
+    def _scan(self) -> bool:
+        """One part of the scans. True after a full count."""
+        if self.janitor is not None and self.janitor.needs_full_count:
+            self._scans.scan_completely(self._heartbeat)
+            return True
+        self._scans.scan_due(self._clock())
+        return False
+
+    def _evict_for_grants(self) -> bool:
+        janitor = self.janitor
+        if janitor is None:
+            return False
+        try:
+            return janitor.evict_for_grants()
+        except LeadershipLostError:
+            self._lose_leadership()
+            return False
 
     def _register(self, now: float) -> None:
         if self.writer.registered:
@@ -296,9 +358,9 @@ class DirectoryMaintenance:
             return
         generation = self.generation()
         self._room_made_at = now if self._index.usage().objects else self._room_made_at
-        for namespace, path, size in remove_oldest(self._directory):
+        for size in remove_oldest(self._directory):
             if size:
-                self.record_removal(namespace, path, size, generation)
+                self.record_removal(size, generation)
 
     # Leases.
 
@@ -368,6 +430,7 @@ class DirectoryMaintenance:
             return
         self._term = inherited.term
         self.janitor = Janitor(self._directory, self.writer.name, inherited)
+        self.janitor.heartbeat = self._write_ledger
         self._lead(now, supersede)
 
     def _note_logs(self, ledger: dict[str, Any] | None) -> None:
@@ -403,13 +466,15 @@ class DirectoryMaintenance:
         except LeadershipLostError:
             self._lose_leadership()
 
+    def _write_ledger(self) -> None:
+        """The janitor's heartbeat while it evicts, unless another thread writes the ledger."""
+        with self._leases.taken(0.0) as mine:
+            if mine and self.janitor is not None:
+                self.janitor.write_ledger(self._clock())
+
     def _credit_removals(self, janitor: Janitor) -> None:
         while self._removals:
-            namespace, path, size_bytes, generation = self._removals.popleft()
-            if generation == janitor.ledger.generation and not generation % 2:
-                janitor.credit(namespace, path, size_bytes)
-            else:
-                janitor.request_recount()
+            janitor.credit_removal(*self._removals.popleft())
 
     def _evict_batch(self) -> bool:
         janitor = self.janitor
@@ -438,21 +503,9 @@ class DirectoryMaintenance:
                 mapped = TierUnavailableError(str(mapped))
             raise mapped from error
 
-    @contextlib.contextmanager
-    def _locked(self, seconds: float | None) -> Iterator[None]:
-        timeout = -1.0 if seconds is None else seconds
-        if not self._lock.acquire(timeout=timeout):
-            raise TierNoSpaceError(
-                f"{self._root}: directory maintenance did not respond within {timeout:g} s"
-            )
-        try:
-            yield
-        finally:
-            self._lock.release()
 
-
-def remove_oldest(directory: TierDirectory) -> list[tuple[str, str, int]]:
-    """Removes the objects to evict next, 5% of the bytes: namespace, path and size of each. Any
+def remove_oldest(directory: TierDirectory) -> list[int]:
+    """Removes the objects to evict next, 5% of the bytes, and returns the size of each. Any
     process may do so at any time; this is for one whose records find no room, and which cannot
     evict as the leader without them. Raises ``OSError``.
     """
@@ -470,40 +523,6 @@ def remove_oldest(directory: TierDirectory) -> list[tuple[str, str, int]]:
         directory.drop(*victim)
         if size:
             directory.announcements.removed(*victim)
-        removed.append((victim[0], path, size))
+        removed.append(size)
         surplus -= size
     return removed
-
-
-def _maintenance_loop(reference: weakref.ref[DirectoryMaintenance], wake: threading.Event) -> None:
-    """Background maintenance loop. It keeps no tier alive: the loop of a tier that was dropped
-    without being closed ends.
-    """
-    last_error = ""
-    while True:
-        maintenance = reference()
-        if maintenance is None:
-            return
-        pause = maintenance.pause_seconds()
-        del maintenance
-        wake.wait(pause)
-        wake.clear()
-        maintenance = reference()
-        if maintenance is None:
-            return
-        try:
-            if maintenance.stopping:
-                maintenance.release()
-                return
-            maintenance.run_once()
-            last_error = ""
-        except TierError as error:
-            if str(error) != last_error:
-                _log.warning("%s", error)
-            last_error = str(error)
-        except Exception as error:  # noqa: BLE001
-            # A bug must not end the thread that renews the leases: other processes would consider
-            # this one dead.
-            if repr(error) != last_error:
-                _log.exception("directory maintenance failed and will be retried")
-            last_error = repr(error)

@@ -26,12 +26,13 @@ full and when the ledger may be wrong; ``log``, how many blocks its log of annou
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from kvtier.tiers.filesystem import record
 from kvtier.tiers.filesystem.election import (
@@ -91,13 +92,29 @@ class _Count:
     settled_bytes: int = 0
 
 
+_M = TypeVar("_M", bound=Callable[..., Any])
+
+
+def _alone(method: _M) -> _M:
+    """No other thread changes the ledger meanwhile. The lock is held during arithmetic only."""
+
+    @functools.wraps(method)
+    def call(self: Ledger, *arguments: Any, **more: Any) -> Any:
+        with self._lock:
+            return method(self, *arguments, **more)
+
+    return cast("_M", call)
+
+
 class Ledger:
-    """What a directory is charged for. Arithmetic only: no I/O, no clock, no locks.
+    """What a directory is charged for. Arithmetic only: no I/O, no clock. Any thread may call any
+    method.
 
     ``base_bytes``: None until a count or a predecessor provides it; until then nothing is granted.
     """
 
     def __init__(self, base_bytes: int | None) -> None:
+        self._lock = threading.RLock()
         self._base_bytes = base_bytes
         self._grants: dict[tuple[str, int], _LedgerGrant] = {}
         self._count: _Count | None = None
@@ -110,15 +127,18 @@ class Ledger:
         return self._base_bytes
 
     @property
+    @_alone
     def granted_bytes(self) -> int:
         """All grants, less what a count has found of them."""
         return sum(grant.size_bytes - grant.counted_bytes for grant in self._grants.values())
 
     @property
+    @_alone
     def charge_bytes(self) -> int | None:
         """What counts as used. None until the base is known."""
         return None if self._base_bytes is None else self._base_bytes + self.granted_bytes
 
+    @_alone
     def held_bytes(self, reported: Mapping[tuple[str, int], int]) -> int | None:
         """What the directory holds: the base, and the bytes that writers ``reported`` for each
         grant. None until the base is known.
@@ -130,10 +150,12 @@ class Ledger:
             for name, grant in self._grants.items()
         )
 
+    @_alone
     def open_grants(self, writer: str) -> list[int]:
         """Numbers of a writer's grants that are charged."""
         return [number for holder, number in self._grants if holder == writer]
 
+    @_alone
     def grant_size(self, writer: str, number: int) -> int | None:
         """Size of a grant in bytes. None if it is not charged."""
         grant = self._grants.get((writer, number))
@@ -141,14 +163,17 @@ class Ledger:
 
     # Grants.
 
+    @_alone
     def charge(self, writer: str, number: int, size_bytes: int) -> None:
         """Charges a grant."""
         self._grants[writer, number] = _LedgerGrant(size_bytes)
 
+    @_alone
     def cancel(self, writer: str, number: int) -> None:
         """Drops a grant that its writer cannot have used."""
         self._grants.pop((writer, number), None)
 
+    @_alone
     def settle(self, writer: str, number: int, used_bytes: int | None) -> bool:
         """Ends a grant of which ``used_bytes`` became files; None: all of it. False if it was not
         charged.
@@ -165,15 +190,24 @@ class Ledger:
             )
         return True
 
-    def credit(self, size_bytes: int, counted: bool) -> None:
-        """A file was removed. ``counted``: the running count had already passed it."""
+    @_alone
+    def credit(self, size_bytes: int, counted: bool, generation: int | None = None) -> bool:
+        """A file was removed. ``counted``: the running count had already passed it.
+
+        ``generation``: the generation before the removal. If a count has started or ended since,
+        that may or may not have seen the file: nothing is credited, and False is returned.
+        """
+        if generation is not None and generation != self.generation:
+            return False
         if self._base_bytes is not None:
             self._base_bytes = max(self._base_bytes - size_bytes, 0)
         if self._count is not None and counted:
             self._count.seen_bytes -= size_bytes
+        return True
 
     # Counts.
 
+    @_alone
     def begin_count(self, reported: dict[tuple[str, int], int]) -> None:
         """A count starts. ``reported``: for each grant, the bytes that its writer reported as files
         before this moment.
@@ -182,17 +216,20 @@ class Ledger:
         self.generation += 1
         self._count = _Count({grant: reported.get(grant, 0) for grant in self._grants})
 
+    @_alone
     def add_counted(self, size_bytes: int) -> None:
         """The count found a file or a directory."""
         if self._count is not None:
             self._count.seen_bytes += size_bytes
 
+    @_alone
     def abort_count(self) -> None:
         """The count will not be completed."""
         if self._count is not None:
             self._count = None
             self.generation += 1
 
+    @_alone
     def end_count(self) -> None:
         """The count has found everything that existed from its start to now."""
         count = self._count

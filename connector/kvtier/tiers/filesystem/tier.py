@@ -355,8 +355,7 @@ class FileSystemTier(Tier):
             before = os.lstat(path).st_size
         self._publish(path, size_bytes, write)
         if before:
-            namespace = Path(path).relative_to(self._root).parts[0]
-            self.maintenance.record_removal(namespace, path, before, generation)
+            self.maintenance.record_removal(before, generation)
 
     def _write_error(self, error: OSError) -> TierError:
         mapped = io.tier_error(error, str(self._root))
@@ -451,7 +450,7 @@ class FileSystemTier(Tier):
             if not self._is_gone(error):
                 raise io.tier_error(error, path) from error
         else:
-            self.maintenance.record_removal(ref.namespace, path, size, generation)
+            self.maintenance.record_removal(size, generation)
             self._announcements.removed(ref.namespace, ref.key)
         self._drop(ref)
 

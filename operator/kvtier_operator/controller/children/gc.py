@@ -122,11 +122,11 @@ def orphaned_data_events(deleted: CachedPolicy, allowed: Sequence[AllowedVolume]
     if policy is None or not (deleted.raw.get("status") or {}).get("liveGeneration"):
         return []
     found = []
-    for tier in policy.spec.tiers:
-        location = _location(tier.file_system.volume) if tier.file_system is not None else ""
+    for each in [each for tier in policy.spec.tiers for each in tier.volumes]:
+        location = _location(each.volume)
         if not location:
             continue
-        directory = sub_path(policy, tier, allowed)
+        directory = sub_path(policy, each.volume, allowed)
         if directory is None:
             message = (
                 f"its data stays in {location} until it is evicted, "
@@ -142,7 +142,7 @@ def orphaned_data_events(deleted: CachedPolicy, allowed: Sequence[AllowedVolume]
                 policy_reference(policy),
                 NORMAL,
                 EventReason.DATA_LEFT.value,
-                f"tier {tier.name}: {message}",
+                f"tier {each.key}: {message}",
             )
         )
     return found

@@ -217,7 +217,7 @@ def _volumes(policy: KVTierPolicy, settings: Settings) -> list[dict[str, Any]]:
     exports = {
         tier.name
         for tier in policy.spec.tiers
-        if tier.file_system and tier.file_system.volume.nfs is not None
+        if any(each.volume.nfs is not None for each in tier.volumes)
     }
     return [
         body

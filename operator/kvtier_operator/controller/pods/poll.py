@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 
 import aiohttp
 
+from kvtier.config.host_ports import HOST_PORTS, host_ports
 from kvtier_operator.api.names import POD_HTTP_PORT, STRUCTURAL_ANNOTATION
 from kvtier_operator.api.pods import Pod
 from kvtier_operator.controller.pods.reports import (
@@ -35,10 +36,6 @@ from kvtier_operator.kube.queue import Key
 from kvtier_operator.render.documents import MAX_STRUCTURAL_BYTES
 from kvtier_operator.settings import Settings
 
-HOST_PORTS = range(20_000, 30_000)
-"""With hostNetwork tierd takes one of these. No other port is polled: the address is the node's,
-and the annotation with the port can be edited by anyone who may edit pods.
-"""
 FIRST_RETRY_SECONDS = 2.0
 MAX_FAILURES = 30
 """Failures are not counted beyond this."""
@@ -46,17 +43,25 @@ MAX_FAILURES = 30
 
 @dataclass(frozen=True, slots=True)
 class PollTarget:
-    """Where to poll one pod, identified by its uid."""
+    """Where to poll one pod, identified by its uid. ``other_ports``: where it may also answer, with
+    its uid, because the address is the node's.
+    """
 
     uid: str
     address: str
     port: int
+    other_ports: tuple[int, ...] = ()
 
     @property
     def url(self) -> str:
         """URL of the pod's status."""
         host = f"[{self.address}]" if ":" in self.address else self.address
         return f"http://{host}:{self.port}/status"
+
+    @property
+    def candidates(self) -> tuple[PollTarget, ...]:
+        """The target with each of its ports, in the order of their probability."""
+        return tuple(replace(self, port=port) for port in (self.port, *self.other_ports))
 
 
 def poll_target(pod: Pod) -> PollTarget | None:
@@ -66,9 +71,13 @@ def poll_target(pod: Pod) -> PollTarget | None:
     except ValueError:
         return None
     port = _port(pod.metadata.annotations.get(STRUCTURAL_ANNOTATION, ""))
-    if port is None or (pod.spec.host_network and port not in HOST_PORTS):
-        port = POD_HTTP_PORT
-    return PollTarget(pod.metadata.uid, str(address), port)
+    uid = pod.metadata.uid
+    if pod.spec.host_network and port not in HOST_PORTS:
+        # No other port of a node is polled: anyone who may edit pods can edit the annotation. An
+        # earlier version wrote a port of the range into it.
+        first, *others = host_ports(uid)
+        return PollTarget(uid, str(address), first, tuple(others))
+    return PollTarget(uid, str(address), port or POD_HTTP_PORT)
 
 
 def _port(structural: str) -> int | None:
@@ -87,7 +96,7 @@ def _parse_port(structural: str) -> int | None:
         return None
     http = document.get("http") if isinstance(document, dict) else None
     port = http.get("port") if isinstance(http, dict) else None
-    valid = isinstance(port, int) and not isinstance(port, bool) and 0 < port < 65_536
+    valid = isinstance(port, int) and not isinstance(port, bool) and 0 <= port < 65_536
     return port if valid else None
 
 
@@ -228,7 +237,7 @@ class PodPoller:
     async def _poll(self, session: aiohttp.ClientSession, pod: _PolledPod) -> None:
         target = pod.target
         try:
-            result = LastReport(await _fetch(session, target, self._tokens.get(pod.policy)))
+            result = LastReport(await _fetch_any(session, target, self._tokens.get(pod.policy)))
             self.answered += 1
         except _PollError as error:
             failures = min(pod.last.failures + 1, MAX_FAILURES)
@@ -264,6 +273,31 @@ class _PollError(Exception):
     """
 
 
+class _PollTimeoutError(_PollError):
+    """The pod did not answer in time."""
+
+
+async def _fetch_any(
+    session: aiohttp.ClientSession, target: PollTarget, token: str | None
+) -> PodReport:
+    """The answer from the first of the target's ports at which the pod itself answers."""
+    if not target.other_ports:
+        return await _fetch(session, target, token)
+    failure: _PollError | None = None
+    for candidate in target.candidates:
+        try:
+            report = await _fetch(session, candidate, token)
+        except _PollTimeoutError:
+            # The node does not answer, and would not at the other ports.
+            raise
+        except _PollError as error:
+            failure = failure or error
+            continue
+        if report.pod_uid == target.uid:
+            return report
+    raise failure or _PollError("another pod answers at the ports of this one")
+
+
 async def _fetch(
     session: aiohttp.ClientSession, target: PollTarget, token: str | None
 ) -> PodReport:
@@ -288,7 +322,7 @@ async def _fetch(
     except MalformedReportError as error:
         raise _PollError(f"malformed answer: {error}") from error
     except TimeoutError as error:
-        raise _PollError("timeout") from error
+        raise _PollTimeoutError("timeout") from error
     except aiohttp.ClientConnectorError as error:
         raise _PollError("connection failed") from error
     except (aiohttp.ClientError, OSError, ValueError) as error:

@@ -19,6 +19,7 @@ MAX_BODY_BYTES = 256 << 10
 MAX_TEXT = 256
 MAX_NUMBER = (1 << 63) - 1
 MAX_TIERS = 8
+MAX_VOLUMES = 16
 MAX_SESSIONS = 1024
 MAX_CONDITIONS = 16
 MAX_ENGINES = 4
@@ -39,6 +40,8 @@ class TierReport:
     capacity_bytes: int
     hit_tokens: int | None = None
     last_error: str = ""
+    volumes: tuple[tuple[str, TierState], ...] = ()
+    """Name and state of each, if the tier has several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +50,12 @@ class PodReport:
 
     ``schedulers`` and ``workers``: numbers of ready sessions; ``unready``: number of the others.
     ``engines``: name and version of each engine that reports them. ``conditions``: type and
-    message. ``prompt_tokens``: of the last five minutes.
+    message. ``prompt_tokens``: of the last five minutes. ``pod_uid``: of a pod that shares the
+    node's network, empty for others.
     """
 
     version: str = ""
+    pod_uid: str = ""
     content_hash: str = ""
     started: bool = False
     applied_generation: int = 0
@@ -121,6 +126,7 @@ def parse_report(body: bytes) -> PodReport:
     live_errors = document.get("liveRefusals")
     return PodReport(
         version=bounded_text(document.get("version")),
+        pod_uid=bounded_text(document.get("podUid")),
         content_hash=bounded_text(document.get("contentHash")),
         started=document.get("started") is True,
         applied_generation=bounded_number(document.get("appliedGeneration")) or 0,
@@ -160,6 +166,10 @@ def _tiers(value: Any) -> tuple[TierReport, ...]:
             capacity_bytes=bounded_number(entry.get("capacityBytes")) or 0,
             hit_tokens=bounded_number(entry.get("hitTokens")),
             last_error=bounded_text(entry.get("lastError")),
+            volumes=tuple(
+                (bounded_text(each.get("name")), _state(each.get("state")))
+                for each in entries(entry.get("volumes"), MAX_VOLUMES)
+            ),
         )
     return tuple(found.values())
 

@@ -45,8 +45,8 @@ class OverduePod:
 def overdue_pod(
     pod: Pod, report: PodReport | None, tiers: Sequence[str], now: float
 ) -> OverduePod | None:
-    """The pod, if it should be gone. ``report``: its last answer, however old; ``tiers``: the
-    policy's file tiers.
+    """The pod, if it should be gone. ``report``: its last answer, however old; ``tiers``: keys of
+    the volumes of the policy's file tiers.
     """
     grace_ends = objects.parse_time(pod.metadata.deletion_timestamp)
     if grace_ends is None or now - grace_ends < OVERDUE_SECONDS or not objects.is_injected(pod):
@@ -56,7 +56,7 @@ def overdue_pod(
         if report is not None
         else set()
     )
-    suspects = _mounts(pod, [tier for tier in tiers if tier in unhealthy])
+    suspects = _mounts(pod, [key for key in tiers if key.split("/", 1)[0] in unhealthy])
     return OverduePod(pod, suspects or _mounts(pod, tiers))
 
 
@@ -75,11 +75,12 @@ def _node_is_lost(pod: Pod) -> bool:
 
 
 def _mounts(pod: Pod, tiers: Sequence[str]) -> tuple[str, ...]:
+    """``tiers``: keys of their volumes."""
     volumes = {volume.name: volume for volume in pod.spec.volumes}
     return tuple(
-        f"{_source(volumes[tier_volume(tier)])} (tier {tier})"
-        for tier in tiers
-        if tier_volume(tier) in volumes
+        f"{_source(volumes[name])} (tier {key})"
+        for key in tiers
+        if (name := tier_volume(*key.split("/", 1))) in volumes
     )
 
 

@@ -83,6 +83,11 @@ def _status(
         "reportingPods": len(reports),
         "claimName": claim,
     }
+    volumes = tier.file_system.volumes if tier.file_system is not None else None
+    if volumes is not None:
+        found["volumes"] = [
+            {"name": each.name, "state": _volume_state(each.name, reports)} for each in volumes
+        ]
     if reports:
         used, capacity = _bytes(tier, reports)
         found["usedBytes"] = rounded_bytes(used, capacity)
@@ -92,6 +97,12 @@ def _status(
                 sum(report.hit_tokens or 0 for _, report in reports), prompt_tokens
             )
     return TierStatus.model_validate(found)
+
+
+def _volume_state(name: str, reports: list[tuple[PodView, TierReport]]) -> TierState:
+    return worst_state(
+        state for _, report in reports for volume, state in report.volumes if volume == name
+    )
 
 
 def _bytes(tier: TierSpec, reports: list[tuple[PodView, TierReport]]) -> tuple[int, int]:
@@ -115,11 +126,7 @@ def _location(tier: TierSpec, pod: PodView) -> str:
     if tier.lmcache is not None:
         return ""
     files = tier.file_system
-    if (
-        files is None
-        or files.sharing is Sharing.POD
-        or set(files.volume.sources) & {"emptyDir", "ephemeral"}
-    ):
+    if files is None or files.sharing is Sharing.POD or files.sources & {"emptyDir", "ephemeral"}:
         return pod.uid
     if files.sharing is Sharing.NODE:
         return f"node {pod.node}"

@@ -57,6 +57,18 @@ def isolated_path(path: str, isolation: Isolation) -> str:
     return f"{path}/{sha256_hex(text, 16)}"
 
 
+def several_volumes(spec: PolicySpec, connector: str) -> list[FieldError]:
+    """An error for each tier with ``volumes``: other connectors have one directory a tier."""
+    return [
+        FieldError.forbidden(
+            f"spec.tiers[{index}].fileSystem.volumes",
+            f"{connector} has one directory for each tier: use volume",
+        )
+        for index, tier in enumerate(spec.tiers)
+        if tier.file_system is not None and tier.file_system.volumes is not None
+    ]
+
+
 SupportedFields = Mapping[str, object]
 """Fields (``tiers[].loadWeight``; a last part ``*`` means all fields below) that a connector
 supports. ``ANY``: every value; otherwise the only value."""

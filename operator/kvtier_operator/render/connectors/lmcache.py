@@ -12,7 +12,13 @@ from fractions import Fraction
 from kvtier_operator.api.policy import PolicySpec
 from kvtier_operator.api.tiers import Sharing, TierSpec
 from kvtier_operator.api.validation import FieldError
-from kvtier_operator.render.connectors.base import ANY, Rendered, SupportedFields, isolated_path
+from kvtier_operator.render.connectors.base import (
+    ANY,
+    Rendered,
+    SupportedFields,
+    isolated_path,
+    several_volumes,
+)
 
 NAME = "LMCache"
 GIB = 1 << 30
@@ -35,8 +41,8 @@ SUPPORTED: SupportedFields = {
 
 
 def policy_errors(spec: PolicySpec) -> list[FieldError]:
-    """A second local disk, a second remote store."""
-    found = []
+    """Several volumes, a second local disk, a second remote store."""
+    found = several_volumes(spec, NAME)
     for what, tiers in (("local disk", _local(spec)), ("remote store", _remote(spec))):
         for index, tier in tiers[1:]:
             found.append(
@@ -67,7 +73,7 @@ def render(spec: PolicySpec, tier_paths: dict[str, str], local_ranks: int) -> Re
                 f"file://{isolated_path(tier_paths[tier.name], spec.isolation)}/"
             )
             variables["LMCACHE_MAX_LOCAL_DISK_SIZE"] = _gib(
-                tier.file_system.capacity.size_bytes, local_ranks
+                tier.file_system.total_bytes, local_ranks
             )
     for _, tier in _remote(spec):
         if tier.lmcache is not None:

@@ -12,7 +12,13 @@ from typing import Any
 
 from kvtier_operator.api.policy import PolicySpec
 from kvtier_operator.api.validation import FieldError
-from kvtier_operator.render.connectors.base import ANY, Rendered, SupportedFields, isolated_path
+from kvtier_operator.render.connectors.base import (
+    ANY,
+    Rendered,
+    SupportedFields,
+    isolated_path,
+    several_volumes,
+)
 
 NAME = "vLLM's offloading"
 SUPPORTED: SupportedFields = {
@@ -32,8 +38,8 @@ SUPPORTED: SupportedFields = {
 
 
 def policy_errors(spec: PolicySpec) -> list[FieldError]:
-    """Tiers of kinds that it does not support."""
-    return [
+    """Tiers of kinds that it does not support, and several volumes."""
+    return several_volumes(spec, NAME) + [
         FieldError.forbidden(
             f"spec.tiers[{index}].lmcache", f"{NAME} supports memory and fileSystem tiers only"
         )

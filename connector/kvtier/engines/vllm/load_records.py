@@ -1,0 +1,89 @@
+"""What the scheduler side knows about each load and promotion. The scheduler's thread only."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvtier.engines.common.jobs import BlockRun
+from kvtier.engines.common.request_state import RequestState
+from kvtier.engines.common.scheduler_stores import NULL_BLOCK
+from kvtier.planner import Part
+from kvtier.store.types import RAM_BITS
+
+
+@dataclass(slots=True)
+class ActiveLoad:
+    """A load in flight.
+
+    ``chunk_tokens[i]``: tokens that key i covers. ``source_tiers``: where the keys were before they
+    were promoted; empty if nothing was. ``keys_loaded`` and ``failure`` come from the workers'
+    reports. ``epoch``: of the session that was told of the load. ``expires_at``: when the workers
+    have reported, unless something is wrong. ``end_chunk``: the first chunk that is not loaded. A
+    rank may report before its copies have ended, so there are two counts of ranks.
+    """
+
+    load_id: int
+    state: RequestState
+    first_chunk: int
+    end_chunk: int
+    chunk_tokens: tuple[int, ...]
+    source_tiers: tuple[int, ...]
+    ranks_unreported: int
+    ranks_copying: int
+    keys_loaded: int
+    epoch: int
+    expires_at: float
+    failure: str = ""
+    seconds: float = 0.0
+    copy_seconds: float = 0.0
+    """Both are of the slowest rank."""
+
+    def tier(self, index: int) -> int:
+        """The tier that key ``index`` came from."""
+        return self.source_tiers[index] if index < len(self.source_tiers) else 0
+
+
+@dataclass(slots=True)
+class LoadCounts:
+    """Counts for vLLM's statistics since they were last collected."""
+
+    offered_tokens: int = 0
+    loaded_tokens: Counter[str] = field(default_factory=Counter)
+    failures: Counter[str] = field(default_factory=Counter)
+    promotions: Counter[str] = field(default_factory=Counter)
+    load_seconds: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPrefix:
+    """What to promote, for a request whose first ``computed_tokens`` tokens are in GPU memory.
+
+    ``timeout_seconds``: of the tiers that hold it. ``parts``: of a prefix that is usable as a whole
+    only, else empty. ``look_up``: the replica does not have the last keys. ``lookup_seconds`` and
+    ``lookup_key``: if the request waits for a lookup only, for how long, and the first such key.
+    """
+
+    computed_tokens: int
+    first_chunk: int
+    keys: int
+    end_tokens: int
+    timeout_seconds: float
+    parts: tuple[Part, ...] = ()
+    look_up: bool = False
+    lookup_seconds: float = 0.0
+    lookup_key: bytes = b""
+
+
+def source_tier(bits: int) -> int:
+    """The tier that an object in the tiers ``bits`` is taken from."""
+    return 0 if bits & RAM_BITS else (bits & -bits).bit_length() - 1
+
+
+def have_blocks(runs: Sequence[BlockRun], parts: Sequence[Part]) -> bool:
+    """Whether vLLM has allocated every block that is to be filled."""
+    return all(
+        len(run.blocks) == part.blocks and NULL_BLOCK not in run.blocks
+        for run, part in zip(runs, parts, strict=True)
+    )

@@ -1,0 +1,131 @@
+"""Random schedules of vLLM's own scheduler with KVTier's scheduler side and worker side.
+
+The KV of every token says which prefix, group, layer and rank it belongs to, and is checked before
+each step that reads it: no wrong byte, no forgotten request, no leaked block, whatever fails.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from random import Random
+
+import pytest
+from tests.support.hybrid_world import CHUNK, LAYOUTS, World, WorldOptions
+
+from kvtier.config.models import Selection
+
+SCHEDULES = 500
+BATCHES = 20
+MAX_STEPS = 400
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    logging.getLogger("vllm").setLevel(logging.ERROR)
+    return tmp_path_factory.mktemp("model")
+
+
+def _prompt(random: Random, families: int, longest: int) -> list[int]:
+    """A prompt that may share a beginning with others."""
+    family, length = random.randrange(families), random.randrange(CHUNK, longest)
+    shared = random.choice((length, length, random.randrange(length + 1)))
+    tokens = [family * 1_000 + position + 10 for position in range(shared)]
+    return tokens + [random.randrange(40_000, 50_000) for _ in range(length - shared)]
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_prompt_is_reloaded_in_every_layout(layout: str, ranks: int, directory: Path) -> None:
+    world = World(WorldOptions(layout, directory, ranks), Random(1))
+    tokens = list(range(10, 10 + 5 * CHUNK + 9))
+    world.add("first", tokens, 5)
+    world.drain()
+    assert world.scheduler.reset_prefix_cache()
+    world.add("second", [*tokens, 7, 8], 5)
+    world.drain()
+    assert world.finished == {"first", "second"}
+    assert sum(world.kvtier.loads.loaded_tokens.values()) >= 4 * CHUNK
+    assert not world.kvtier.loads.counts.failures
+    assert world.connector._off_reason == ""
+
+
+def run_schedule(seed: int, directory: Path) -> World:
+    """Runs one random schedule to its end. Raises ``AssertionError``."""
+    random = Random(seed)
+    layouts = sorted(LAYOUTS)
+    options = WorldOptions(
+        layouts[seed % len(layouts)],
+        directory,
+        ranks=random.choice((1, 1, 2)),
+        blocks=random.choice((60, 90, 200)),
+        slots=random.choice((6, 20, 60)),
+        step_tokens=random.choice((64, 128, 256)),
+        seqs=random.choice((2, 4, 8)),
+        selection=random.choice(list(Selection)),
+    )
+    world = World(options, random)
+    move = random.choice((0.2, 0.5, 1.0))
+    troubles = random.choice((0.0, 0.1, 0.3))
+    left = random.randrange(5, 10)
+    number = 0
+    for _ in range(MAX_STEPS):
+        idle = not world.scheduler.has_unfinished_requests()
+        if idle:
+            # What follows is not in GPU memory.
+            world.scheduler.reset_prefix_cache()
+        if left and random.random() < (0.9 if idle else 0.1):
+            left, number = left - 1, number + 1
+            prompt = _prompt(random, 2, 7 * CHUNK)
+            world.add(f"r{number}", prompt, random.choice((1, 3, 20)))
+        if random.random() < 0.6:
+            world.deliver()
+        if random.random() < 0.5:
+            world.tierd.promote()
+        if random.random() < troubles:
+            _trouble(world, random)
+        world.step(move)
+        if not left and idle:
+            break
+    if not world.tierd.attached:
+        world.attach()
+    world.drain()
+    assert len(world.finished) == number
+    assert world.connector._off_reason == ""
+    return world
+
+
+def _trouble(world: World, random: Random) -> None:
+    what = random.randrange(9)
+    tierd = world.tierd
+    if what < 3:
+        tierd.evict(announce=random.random() < 0.5)
+    elif what == 3:
+        tierd.lose_file()
+    elif what == 4 and tierd.attached:
+        world.lose_tierd(keep_ram=random.random() < 0.5)
+    elif what == 5 and not tierd.attached:
+        world.attach()
+    elif what == 6 and world.requests:
+        world.abort(random.choice(sorted(world.requests)))
+    elif what == 7:
+        # A copy of one rank fails. The device runs nothing of it afterwards.
+        copies = random.choice(world.ranks).copies
+        copies.move()
+        copies.fail("the device says so")
+    elif what == 8:
+        world.scheduler.reset_prefix_cache()
+
+
+@pytest.mark.parametrize("batch", range(BATCHES))
+def test_random_schedules_read_no_wrong_byte_and_forget_and_leak_nothing(
+    batch: int, directory: Path
+) -> None:
+    loaded = 0
+    for seed in range(batch, SCHEDULES, BATCHES):
+        try:
+            world = run_schedule(seed, directory)
+        except Exception as error:
+            raise AssertionError(f"schedule {seed}: {type(error).__name__}: {error}") from error
+        loaded += sum(world.kvtier.loads.loaded_tokens.values())
+    assert loaded > 10 * CHUNK
