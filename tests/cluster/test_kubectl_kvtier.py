@@ -25,7 +25,7 @@ import pytest
 import yaml
 from tests.cluster import admission
 from tests.cluster.admission import LABELLED, WebhookProcess, installed, pod
-from tests.cluster.test_webhook_admits_pods import POLICIES_KNOWN, any_pod, policies
+from tests.cluster.test_webhook_admits_pods import any_pod, policies
 from tests.support.pods import status_document, tier_document
 
 from kvtier.cli.cluster.access import ClusterOptions, open_reader
@@ -118,16 +118,21 @@ def chat(**spec: Any) -> dict[str, Any]:
     return admission.policy("chat", {"app": "engine"}, **spec)
 
 
-def apply(
-    api: Any, nodes: ModuleType, webhook: WebhookProcess, space: str, *documents: dict[str, Any]
-) -> None:
+def apply(api: Any, nodes: ModuleType, space: str, *documents: dict[str, Any]) -> None:
+    """Creates policies, and waits until the webhook knows each of them."""
     path = f"/apis/kvtier.io/v1alpha1/namespaces/{space}/kvtierpolicies"
-    before = webhook.metric(POLICIES_KNOWN)
+    pods = f"/api/v1/namespaces/{space}/pods?dryRun=All"
     for each in documents:
         nodes.ok(api.request("POST", path, each))
-    nodes.wait_for(
-        "the webhook knows them", lambda: webhook.metric(POLICIES_KNOWN) == before + len(documents)
-    )
+    for each in documents:
+        labels = each["spec"]["podSelector"]["matchLabels"]
+
+        def known(labels: dict[str, str] = labels) -> bool:
+            status, body = api.request("POST", pods, pod(labels))
+            annotations = body["metadata"].get("annotations") or {} if status == 201 else {}
+            return STRUCTURAL_ANNOTATION in annotations or SKIPPED_ANNOTATION in annotations
+
+        nodes.wait_for("the webhook knows the policy", known)
 
 
 def test_the_preview_of_random_pods_is_what_the_webhook_then_does(
@@ -135,7 +140,7 @@ def test_the_preview_of_random_pods_is_what_the_webhook_then_does(
 ) -> None:
     """The answer of the real webhook, through the real API server, for pods of every kind."""
     documents = list(policies())
-    apply(full_api, nodes, webhook, space, *documents)
+    apply(full_api, nodes, space, *documents)
     names = [each["metadata"]["name"] for each in documents]
     choose = random.Random(SEED)
     created = []
@@ -169,7 +174,7 @@ def test_why_and_plan_for_a_pod_that_was_skipped(
     full_api: Any, nodes: ModuleType, webhook: WebhookProcess, space: str, kvtier: Kvtier,
     tmp_path: Path,
 ) -> None:  # fmt: skip
-    apply(full_api, nodes, webhook, space, chat())
+    apply(full_api, nodes, space, chat())
     document = pod({"app": "engine"}, generateName=None, name="two-hosts")
     document["spec"]["containers"][0]["args"] = ["--nnodes", "2"]
     pods = f"/api/v1/namespaces/{space}/pods"
@@ -204,7 +209,7 @@ def test_an_unchanged_file_plans_no_change(
     full_api: Any, nodes: ModuleType, webhook: WebhookProcess, space: str, kvtier: Kvtier,
     tmp_path: Path,
 ) -> None:  # fmt: skip
-    apply(full_api, nodes, webhook, space, chat())
+    apply(full_api, nodes, space, chat())
     nodes.ok(
         full_api.request(
             "POST",
@@ -233,7 +238,7 @@ def test_top_reads_tierd_through_the_proxy_with_the_policys_token(
     tmp_path: Path,
 ) -> None:  # fmt: skip
     """The API server removes the Authorization header, and tierd wants the token."""
-    apply(full_api, nodes, webhook, space, chat())
+    apply(full_api, nodes, space, chat())
     token = tmp_path / "token"
     token.write_text("secret-token")
     body = json.dumps(
@@ -330,7 +335,7 @@ def test_an_account_with_few_rights_is_told_which_one_is_missing(
     full_cluster: Any, full_api: Any, nodes: ModuleType, webhook: WebhookProcess, space: str,
     kvtier: Kvtier, tmp_path: Path,
 ) -> None:  # fmt: skip
-    apply(full_api, nodes, webhook, space, chat())
+    apply(full_api, nodes, space, chat())
     document = pod({"app": "engine"}, generateName=None, name="engine")
     nodes.ok(full_api.request("POST", f"/api/v1/namespaces/{space}/pods", document))
     pods_only = [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list"]}]

@@ -156,9 +156,9 @@ def api_client(reader: ClusterReader) -> ApiClient | None:
 
 
 async def _credentials(options: ClusterOptions) -> Credentials:
-    named = options.kubeconfig is not None or bool(os.environ.get("KUBECONFIG"))
-    if named or options.context is not None or _home_kubeconfig().is_file():
-        return await credentials.from_kubeconfig(options.kubeconfig, options.context)
+    path = _kubeconfig(options)
+    if path is not None or options.context is not None or os.environ.get("KUBECONFIG"):
+        return await credentials.from_kubeconfig(path, options.context)
     if os.environ.get("KUBERNETES_SERVICE_HOST"):
         return credentials.in_cluster()
     raise ConfigurationError(
@@ -169,14 +169,24 @@ async def _credentials(options: ClusterOptions) -> Credentials:
     )
 
 
-def _home_kubeconfig() -> Path:
-    return Path("~/.kube/config").expanduser()
+def _kubeconfig(options: ClusterOptions) -> Path | None:
+    """The kubeconfig; None if there is none, or if KUBECONFIG lists several, which the client
+    library merges.
+    """
+    if options.kubeconfig is not None:
+        return options.kubeconfig
+    named = os.environ.get("KUBECONFIG")
+    if named:
+        return None if os.pathsep in named else Path(named)
+    home = Path("~/.kube/config").expanduser()
+    return home if home.is_file() else None
 
 
 def _default_namespace(options: ClusterOptions) -> str:
     """The namespace of the context, or of the pod's service account."""
+    path = _kubeconfig(options)
     try:
-        file = str(options.kubeconfig) if options.kubeconfig else os.environ.get("KUBECONFIG")
+        file = str(path) if path is not None else os.environ.get("KUBECONFIG")
         contexts, current = config.list_kube_config_contexts(file)
     except UNUSABLE:
         return _account_namespace()
