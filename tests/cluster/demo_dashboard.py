@@ -21,6 +21,7 @@ MONITORING_PORT = 9402
 RANGE = "10m"
 """The interval of rates: the whole run."""
 SHOWN_SERIES = 3
+DAY_SECONDS = 86_400
 Row = tuple[str, str, str, str]
 
 
@@ -117,13 +118,17 @@ def legend(text: str, labels: Mapping[str, str]) -> str:
 
 
 def shown(board: str, panel: Any, series: list[tuple[str, float]]) -> list[Row]:
-    """The rows of a panel: its largest series."""
+    """The rows of a panel: its largest series that are not 0, or one row if all are."""
     write = UNITS.get(panel.unit, number)
-    ordered = sorted(series, key=lambda each: -each[1])
+    if not series:
+        return [(board, panel.title, "", "no data")]
+    ordered = sorted((each for each in series if each[1]), key=lambda each: -each[1])
+    if not ordered:
+        return [(board, panel.title, "" if len(series) == 1 else "all", write(0.0))]
     rows = [(board, panel.title, name, write(value)) for name, value in ordered[:SHOWN_SERIES]]
     if len(ordered) > SHOWN_SERIES:
         rows.append((board, panel.title, f"and {len(ordered) - SHOWN_SERIES} more", ""))
-    return rows or [(board, panel.title, "", "no data")]
+    return rows
 
 
 def number(value: float) -> str:
@@ -142,6 +147,8 @@ def size(value: float) -> str:
 
 def seconds(value: float) -> str:
     """A duration."""
+    if value >= 2 * DAY_SECONDS:
+        return f"{value / DAY_SECONDS:.0f} days"
     return f"{number(value)} s" if value >= 1 else f"{value * 1e3:.3g} ms"
 
 

@@ -5,8 +5,8 @@
     python tests/cluster/local_cluster.py dashboards   what the dashboards show now
 
 `start` needs root and the packages of tools/debian-packages. It writes into build/cluster: the
-kubeconfig, the chart as an archive, a policy, a vLLM with a tiny model, and `bin` with kubectl and
-helm. The images are on the node.
+kubeconfig, the chart as an archive and values for it, a policy, a vLLM with a tiny model, and `bin`
+with kubectl and helm. The images are on the node.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import operators
 import yaml
 from rest import Api
 from serving import EnginePod, EngineProcessError, ask, engine_deployment
+from stub_engine_pods import STORAGE_GID
 
 from kvtier.cli.demo_display import Display
 from kvtier.harness.tiny_model import TinyLlama, prompt, write_llama
@@ -35,15 +36,19 @@ from kvtier.harness.tiny_model import TinyLlama, prompt, write_llama
 REPOSITORY = Path(__file__).resolve().parents[2]
 HOME = REPOSITORY / "build" / "cluster"
 NAMESPACE, POLICY, APP = "serving", "chat", "vllm"
+TIER = HOME / "tier"
 CONTEXT = "test"
 PROMPT_TOKENS, NEW_TOKENS = 1041, 16
-SCRAPE_SECONDS = 15.0
+PROMPTS = 4
+STORE_SECONDS = 2.0
+"""Until what was computed is stored in every tier."""
 
 
 def policy() -> dict[str, Any]:
-    """The README's policy in the size of the tiny model, which recomputes faster than it loads."""
-    volume = {"emptyDir": {}}
-    disk = {"capacity": "1Gi", "sharing": "Pod", "volume": volume}
+    """RAM and a directory of the node. ``Weighted``, because the tiny model recomputes faster than
+    it loads. No ``emptyDir``: this node has no ephemeral storage to request.
+    """
+    disk = {"capacity": "1Gi", "sharing": "Node", "volume": {"hostPath": {"path": str(TIER)}}}
     return {
         "apiVersion": "kvtier.io/v1alpha1",
         "kind": "KVTierPolicy",
@@ -51,6 +56,7 @@ def policy() -> dict[str, Any]:
         "spec": {
             "podSelector": {"matchLabels": {"app": APP}},
             "selection": "Weighted",
+            "security": {"storageGid": STORAGE_GID},
             "resources": {"daemon": {"requests": {"cpu": "100m"}}},
             "tiers": [
                 {"name": "ram", "memory": {"capacity": "64Mi"}},
@@ -89,6 +95,9 @@ def _write(cluster: Any) -> None:
     with helm.Chart.load(REPOSITORY / "charts" / "kvtier") as chart:
         chart.save(HOME)
     shutil.copy(cluster.kubeconfig, HOME / "kubeconfig")
+    operators.storage(HOME, TIER.name)
+    values = {"allowedVolumes": [{"namespaces": [NAMESPACE], "hostPath": str(TIER)}]}
+    (HOME / "values.yaml").write_text(yaml.safe_dump(values))
     (HOME / "policy.yaml").write_text(yaml.safe_dump(policy(), sort_keys=False))
     model = write_llama(HOME / "model", seed=0)
     engine = engine_deployment(model, APP)
@@ -109,27 +118,33 @@ def _engine() -> tuple[Api, EnginePod]:
 
 
 def ask_twice(display: Display) -> int:
-    """Sends a prompt, empties the engine's own cache and sends it again."""
+    """Sends a prompt twice, each time with the engine's own cache emptied. It is the same prompt in
+    each call, so that a new pod finds it in the file tier.
+    """
     _, pod = _engine()
     client = pod.client()
-    tokens = prompt(PROMPT_TOKENS, time.time_ns() % 100_000, TinyLlama().vocabulary)
+    tokens = prompt(PROMPT_TOKENS, 1, TinyLlama().vocabulary)
     rows, answers = [], []
-    for name in ("first", "again, with the engine's own cache emptied"):
+    for name in ("first", "again"):
+        client.reset_prefix_cache()
         answer, loaded, seconds = ask(client, tokens, NEW_TOKENS)
         answers.append(answer)
         computed = PROMPT_TOKENS - sum(loaded.values())
         told = (str(loaded.get("ram", 0)), str(loaded.get("disk", 0)), str(computed))
         rows.append((name, *told, f"{seconds * 1e3:.0f} ms"))
-        time.sleep(2)
-        client.reset_prefix_cache()
+        time.sleep(STORE_SECONDS)
     headings = ("prompt", "from ram", "from disk", "computed", "first token")
-    display.table(f"Where {PROMPT_TOKENS} prompt tokens came from", headings, rows)
+    display.table(
+        f"Where {PROMPT_TOKENS} prompt tokens came from, with the engine's own cache emptied",
+        headings,
+        rows,
+    )
     print("same answer" if answers[0] == answers[1] else "DIFFERENT ANSWERS")
     return 0 if answers[0] == answers[1] else 1
 
 
 def dashboards(display: Display) -> int:
-    """Scrapes for some seconds, and shows what the dashboards would."""
+    """Scrapes while prompts are answered, and shows what the dashboards would."""
     api, pod = _engine()
     directory = HOME / "prometheus"
     shutil.rmtree(directory, ignore_errors=True)
@@ -139,7 +154,13 @@ def dashboards(display: Display) -> int:
         return 2
     try:
         data.follow()
-        time.sleep(SCRAPE_SECONDS)
+        client = pod.client()
+        for number in range(PROMPTS):
+            tokens = prompt(PROMPT_TOKENS, number, TinyLlama().vocabulary)
+            for _ in range(2):
+                client.reset_prefix_cache()
+                ask(client, tokens, NEW_TOKENS)
+                time.sleep(STORE_SECONDS)
         display.table(
             "What the dashboards show", ("dashboard", "panel", "series", "value"), data.rows()
         )

@@ -19,6 +19,7 @@ IMAGES = ("operator", "payload")
 NEEDED = {"buildah": "buildah", "mmdebstrap": "mmdebstrap", "dpkg-deb": "dpkg"}
 """Debian package by command."""
 MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
+BASE = "localhost/kvtier-base"
 BUILD_SECONDS = 3600
 KEPT = 7 * 24 * 3600.0
 """Seconds after which the base image is built again, with newer Debian packages."""
@@ -77,7 +78,7 @@ class Builder:
         """The name of the base image in buildah's store. It is built if there is none, or if it is
         a week old and the packages can be downloaded. Raises ``BuildError``.
         """
-        name = f"localhost/kvtier-base:{architecture}"
+        name = f"{BASE}:{architecture}"
         if architecture in self._debian:
             return name
         kept = self._kept_base(architecture)
@@ -126,7 +127,7 @@ class Builder:
         """The packages of the base image in the store; None if there is none like it."""
         try:
             record = json.loads(self._record(architecture).read_text())
-            self._buildah("inspect", "--type=image", f"localhost/kvtier-base:{architecture}")
+            self._buildah("inspect", "--type=image", f"{BASE}:{architecture}")
         except (OSError, ValueError, BuildError):
             return None
         if record.get("key") != _base_key():
@@ -147,6 +148,18 @@ class Builder:
         payload = f"localhost/kvtier-payload:{architecture}"
         local = self._build(name, architecture, {"PAYLOAD_IMAGE": payload})
         return self._export(name, architecture, local, below + installed)
+
+    def clean(self) -> None:
+        """Removes from the store what is not a base image: what this build made, and what builds
+        that were killed left. Raises ``BuildError``.
+        """
+        self._buildah("rm", "--all")
+        found = self._buildah("images", "--all", "--noheading", "--format", "{{.ID}} {{.Name}}")
+        lines = [line.split() for line in found.decode().splitlines()]
+        kept = {image for image, name in lines if name == BASE}
+        unwanted = sorted({image for image, _ in lines} - kept)
+        if unwanted:
+            self._buildah("rmi", "--force", *unwanted)
 
     def _install(self, name: str, architecture: str) -> tuple[Package, ...]:
         target = self._home / f"packages-{name}-{architecture}"

@@ -194,7 +194,9 @@ def _tier_loads(
     queued = dict(_queued_chunks(text, names) for text in given.queued)
     loads = []
     for index, tier in enumerate(topology.structural.tiers):
-        threads = tier.read_threads if isinstance(tier, FileSystemTierDocument) else OTHER_THREADS
+        threads = OTHER_THREADS
+        if isinstance(tier, FileSystemTierDocument):
+            threads = tier.read_threads * len(tier.directories)
         estimate = IMMEDIATE if isinstance(tier, MemoryTierDocument) else speeds.get(index)
         reads = queued.get(index, 0)
         weight = _live_tier(topology, tier.name).load_weight

@@ -26,7 +26,7 @@ from kvtier.cli.inputs import (
     parse_endpoint,
 )
 from kvtier.config import writer
-from kvtier.config.models import Daemon, HttpEndpoint, Structural, Topology
+from kvtier.config.models import Daemon, FileSystemTierDocument, HttpEndpoint, Structural, Topology
 from kvtier.tierd.run_directory import RunDirectory
 from kvtier_operator.api.engine import Connector, EngineType
 from kvtier_operator.api.policy import KVTierPolicy
@@ -141,10 +141,12 @@ def write_topology(
     placed = place_topology(policy, directory, options)
     writer.write(placed.directory, placed.topology)
     tiers = placed.directory / TIERS_DIRECTORY
-    paths = (getattr(tier, "path", "") for tier in placed.topology.structural.tiers)
-    if any(path.startswith(f"{tiers}/") for path in paths):
-        # tierd creates the directory of a tier but not its parent, which may be a missing mount.
-        tiers.mkdir(exist_ok=True)
+    for tier in placed.topology.structural.tiers:
+        for each in tier.directories if isinstance(tier, FileSystemTierDocument) else ():
+            if each.path.startswith(f"{tiers}/"):
+                # tierd creates the directory itself but not its parent, which may be a missing
+                # mount.
+                Path(each.path).parent.mkdir(parents=True, exist_ok=True)
     return placed
 
 

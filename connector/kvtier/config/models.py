@@ -124,6 +124,11 @@ class FileSystemTierDocument(Document):
     read_threads: Annotated[int, Field(ge=1, le=256)] = 8
     write_threads: Annotated[int, Field(ge=1, le=256)] = 4
 
+    @property
+    def directories(self) -> tuple[TierVolumeDocument, ...]:
+        """The directory of each volume; of a tier without volumes, one whose name is empty."""
+        return self.volumes or (TierVolumeDocument.model_construct(name="", path=self.path),)
+
 
 class LMCacheTierDocument(Document):
     """A storage backend of LMCache."""

@@ -20,8 +20,8 @@ from kvtier.store.allocator import SlotAllocator
 from kvtier.store.context import StoreContext
 from kvtier.store.operations import EngineState, Read
 from kvtier.store.promotion import ObjectSources
-from kvtier.store.secondary_tier import SecondaryTier
 from kvtier.store.state import Entry
+from kvtier.store.tier_group import SecondaryTier
 
 MAX_PREFETCHES = 64
 """Of all engines together."""

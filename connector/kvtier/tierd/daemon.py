@@ -16,7 +16,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -57,6 +57,7 @@ from kvtier.tierd.status import Snapshot
 from kvtier.tierd.tier_factory import WrapTier, build_tiers, memory_document
 from kvtier.tierd.wire import HEARTBEAT_SECONDS, SOCKET_NAME
 from kvtier.tiers.base import Tier
+from kvtier.tiers.volume_set import VolumeSet
 
 DRAIN_SECONDS = 3.0
 STALLED_SECONDS = 1.25
@@ -321,11 +322,11 @@ class TierDaemon:
         run, start = self._run_directory, self._pool_start
         if start is not None and start.table is not None:
             describe_namespace(run.path, run.file_mode, namespace, canonical)
-        for tier in self._built.tiers:
+        for lane, tier in _storages(self._built.tiers):
             describe = getattr(tier, "describe_namespace", None)
             if describe is not None and self._io is not None:
                 self._io.submit(
-                    f"maintain:{tier.name}",
+                    f"maintain:{lane}",
                     partial(describe, namespace, canonical),
                     self._on_described,
                 )
@@ -441,6 +442,16 @@ class TierDaemon:
                 self._pool_start.table.close()
 
 
+def _storages(tiers: Sequence[Tier]) -> Iterator[tuple[str, Tier]]:
+    """The tiers, and the volumes of those that have several, each with the name of its lanes: one
+    that hangs delays no other."""
+    for tier in tiers:
+        if isinstance(tier, VolumeSet):
+            yield from ((f"{tier.name}/{volume.name}", volume) for volume in tier.volumes)
+        else:
+            yield tier.name, tier
+
+
 def _close_all(tiers: Sequence[Tier]) -> None:
     """Closes the tiers in parallel, without waiting for one whose storage hangs."""
 
@@ -452,7 +463,7 @@ def _close_all(tiers: Sequence[Tier]) -> None:
 
     threads = [
         threading.Thread(target=close, args=(tier,), name=f"kvtier-close-{tier.name}", daemon=True)
-        for tier in tiers
+        for _, tier in _storages(tiers)
     ]
     for thread in threads:
         thread.start()

@@ -361,3 +361,29 @@ def test_names_cannot_lead_to_other_paths(
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(policy)))
     assert main(arguments) == 2
     assert "must be a name" in capsys.readouterr().err
+
+
+def test_each_volume_of_a_tier_is_checked(
+    policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = yaml.safe_load(policy.read_text())
+    document["spec"]["tiers"][1]["fileSystem"] = {
+        "sharing": "Node",
+        "volumes": [
+            {"name": name, "capacity": "1Gi", "hostPath": {"path": str(tmp_path / name)}}
+            for name in ("d0", "d1")
+        ],
+    }
+    policy.write_text(yaml.safe_dump(document))
+    (tmp_path / "d0").mkdir()
+    directory = tmp_path / "volumes"
+    assert main(["render", "-f", str(policy), "--topology", str(directory)]) == 0
+    capsys.readouterr()
+    assert main(["doctor", "--topology", str(directory), "--size", "2Mi", "-o", "json"]) == 1
+    found = json.loads(capsys.readouterr().out)["findings"]
+    subjects = {
+        each["subject"]: each["severity"] for each in found if "tier disk/" in each["subject"]
+    }
+    missing = f"tier disk/d1 ({tmp_path / 'd1'})"
+    assert subjects[missing] == "error"
+    assert any(name.startswith("tier disk/d0 ") for name in subjects)

@@ -89,6 +89,18 @@ def test_the_last_stage_only_copies_and_nothing_is_downloaded(name: str) -> None
         assert "\nUSER 65532:65532\n" in text
 
 
+def test_a_machine_that_cannot_build_images_is_told_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(builder.os, "geteuid", lambda: 0)
+    monkeypatch.setattr(builder.shutil, "which", lambda _: None)
+    with pytest.raises(images.NoImagesError, match="missing Debian packages: buildah mmdebstrap"):
+        images.shipped()
+    monkeypatch.setattr(builder.os, "geteuid", lambda: 1000)
+    with pytest.raises(images.NoImagesError, match="built as root"):
+        images.shipped()
+
+
 # Built images
 
 

@@ -224,17 +224,18 @@ def _directories(options: DoctorOptions, topology: Topology | None) -> list[Chec
         structural = topology.structural
         for tier in structural.tiers:
             if isinstance(tier, FileSystemTierDocument):
-                live: LiveTier | None = topology.live.tiers.get(tier.name)
-                capacity = live.capacity_bytes if live is not None else None
-                found.append(
-                    CheckedDirectory(
-                        f"tier {tier.name} ({tier.path})",
-                        tier.path,
-                        capacity,
-                        tier.direct_io,
-                        structural.storage_gid,
+                live = topology.live.tiers.get(tier.name, LiveTier())
+                for volume in tier.directories:
+                    name = f"{tier.name}/{volume.name}" if volume.name else tier.name
+                    found.append(
+                        CheckedDirectory(
+                            f"tier {name} ({volume.path})",
+                            volume.path,
+                            live.volume_capacity_bytes.get(volume.name, live.capacity_bytes),
+                            tier.direct_io,
+                            structural.storage_gid,
+                        )
                     )
-                )
     found += [CheckedDirectory(path, path) for path in options.directories]
     return found
 

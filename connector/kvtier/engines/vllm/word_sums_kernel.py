@@ -10,7 +10,7 @@ WARPS = 4
 UNROLL = 4
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _sum_chunk(  # type: ignore[no-untyped-def]
     table,
     lanes,
