@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from tests.support.cache_engine import BLOCKS, CHUNK, TOKENS, kv_tensors, wait
+from tests.support.run_directories import short_directory
 
 from kvtier.engines.atom import cache_engine_config
 from kvtier.engines.atom.cache_engine_config import CacheEngineOptions, check_chunk, options_of
@@ -29,6 +31,12 @@ from kvtier.planner import GroupKind, KVCacheGroup, Planner
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """These tests need no LMCache."""
     monkeypatch.setattr(cache_engine_config, "require_lmcache", lambda: None)
+
+
+@pytest.fixture
+def run() -> Iterator[Path]:
+    with short_directory() as directory:
+        yield directory
 
 
 def file(directory: Path, **options: Any) -> str:
@@ -147,10 +155,10 @@ def test_what_is_refused_leaves_an_engine_that_serves(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("reason", ["ephemeral", "taken"])
 def test_a_rank_that_must_not_or_cannot_serve_is_off_and_closes_lmcache(
-    tmp_path: Path, reason: str
+    tmp_path: Path, run: Path, reason: str
 ) -> None:
     url = {"remote_url": "lm://localhost:1"} if reason == "ephemeral" else {}
-    path, run = file(tmp_path, chunk_size=CHUNK, **url), tmp_path / "run"
+    path = file(tmp_path, chunk_size=CHUNK, **url)
     options = read({"lmcache_config": path, "model_revision": "one", "run_directory": str(run)})
     identity = EngineIdentity("{}", "a reason" if reason == "ephemeral" else "")
     opened: list[str] = []
@@ -168,7 +176,6 @@ def test_a_rank_that_must_not_or_cannot_serve_is_off_and_closes_lmcache(
         open_cache,
     )
     if reason == "taken":
-        run.mkdir(mode=0o700)
         other = SocketLock(socket_path(run, "e"))
     worker.register_kv_caches(kv_tensors(), BLOCKS)
     wait(lambda: worker.off_reason)

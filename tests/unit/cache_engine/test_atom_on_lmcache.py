@@ -31,14 +31,14 @@ def remote(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def make(tmp_path: Path, remote: Path) -> Iterator[Make]:
+def make(tmp_path: Path, run_directory: Path, remote: Path) -> Iterator[Make]:
     """Starts engines, one after the other, with the same directory as LMCache's back end."""
     require_lmcache()
     made: list[CacheEngineBench] = []
     config = config_file(tmp_path, {"local_cpu": False, "remote_url": f"fs://localhost:0{remote}"})
 
     def start(**options: Any) -> CacheEngineBench:
-        bench = CacheEngineBench(read_options(config, tmp_path / "run", **options))
+        bench = CacheEngineBench(read_options(config, run_directory, **options))
         made.append(bench)
         bench.wait_ready()
         return bench
@@ -177,7 +177,9 @@ def test_an_lmcache_that_hangs_costs_its_deadline_and_then_nothing(
     assert bench.count("loads_whole") == 1
 
 
-def test_jobs_that_come_before_lmcache_is_open_are_reported(tmp_path: Path, remote: Path) -> None:
+def test_jobs_that_come_before_lmcache_is_open_are_reported(
+    tmp_path: Path, run_directory: Path
+) -> None:
     require_lmcache()
     config = config_file(tmp_path, {})
     go = threading.Event()
@@ -186,7 +188,7 @@ def test_jobs_that_come_before_lmcache_is_open_are_reported(tmp_path: Path, remo
         go.wait(60)
         raise RuntimeError("LMCache says no")
 
-    bench = CacheEngineBench(read_options(config, tmp_path / "run"), open_cache=slow)
+    bench = CacheEngineBench(read_options(config, run_directory), open_cache=slow)
     bench.serve(PROMPT)
     go.set()
     bench.wait(lambda: all("LMCache says no" in worker.off_reason for worker in bench.workers))

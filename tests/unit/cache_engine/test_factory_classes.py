@@ -25,7 +25,7 @@ PROMPT = list(range(41))
 
 
 def test_an_engine_that_is_configured_for_it_loads_through_the_cache_engine_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, run_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storage = Storage(1)
 
@@ -46,7 +46,7 @@ def test_an_engine_that_is_configured_for_it_loads_through_the_cache_engine_path
             "kv_role": "offload",
             "engine_id": "e",
             "lmcache_config": str(config_file(tmp_path, {})),
-            "run_directory": str(tmp_path / "run"),
+            "run_directory": str(run_directory),
             "lookup_seconds": 1.0,
         },
         tensor_parallel_size=1,

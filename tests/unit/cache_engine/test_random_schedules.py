@@ -90,10 +90,10 @@ def restart_server(bench: CacheEngineBench) -> None:
 
 
 def test_random_schedules_keep_tokens_blocks_and_sequences(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, run_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cache_engine_config, "require_lmcache", lambda: None)
-    options = read_options(config_file(tmp_path, {}), tmp_path / "run")
+    options = read_options(config_file(tmp_path, {}), run_directory)
     assert options.file.chunk_tokens == CHUNK
     storage, seen = Storage(2), Counter[str]()
 

@@ -76,10 +76,8 @@ class Host:
 
 
 @pytest.fixture
-def host(tmp_path: Path) -> Iterator[Host]:
-    directory = tmp_path / "run"
-    directory.mkdir(mode=0o700)
-    host = Host(directory)
+def host(run_directory: Path) -> Iterator[Host]:
+    host = Host(run_directory)
     yield host
     host.stop()
 
@@ -105,7 +103,7 @@ def test_a_server_that_is_started_again_answers_from_the_markers(host: Host) -> 
     wait(lambda: scheduler.ask([A], SECONDS) == (5,))
     instance = scheduler.instance
     assert first.close(SECONDS)
-    wait(lambda: not scheduler.attached)
+    wait(lambda: not any(each.attached for each in (scheduler, *ranks)))
     assert scheduler.ask([A], SECONDS) is None, "at once, without waiting for the deadline"
     assert not ranks[0].stored([(B, 6)])
     host.serve()
@@ -231,8 +229,8 @@ def test_one_process_answers_per_host(host: Host) -> None:
     assert host.attach().ask([A], SECONDS) == (0,)
 
 
-def test_a_directory_that_others_may_write_to_is_not_used(tmp_path: Path) -> None:
-    shared = tmp_path / "shared"
+def test_a_directory_that_others_may_write_to_is_not_used(run_directory: Path) -> None:
+    shared = run_directory / "shared"
     shared.mkdir()
     shared.chmod(0o777)
     host = Host(shared)

@@ -64,8 +64,8 @@ class ServerProcess:
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    server = ServerProcess(tmp_path)
+def server(run_directory: Path) -> Iterator[ServerProcess]:
+    server = ServerProcess(run_directory)
     server.start()
     yield server
     server.kill()
