@@ -177,7 +177,7 @@ def install() -> None:
     defaults["copy_engine"] = lambda kv_caches, codec: SlowCopyEngine(kv_caches, codec, os.environ)
     submit = TransferThread.submit_loads
     TransferThread.submit_loads = (  # type: ignore[method-assign]
-        lambda self, jobs, cancelled, fence: submit(self, tuple(map(_cut, jobs)), cancelled, fence)
+        lambda self, jobs, *others: submit(self, tuple(map(_cut, jobs)), *others)
     )
     bind = KVTierConnectorScheduler.bind_gpu_block_pool
     KVTierConnectorScheduler.bind_gpu_block_pool = (  # type: ignore[method-assign]

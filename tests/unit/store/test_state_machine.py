@@ -291,14 +291,16 @@ class Driver:
     def tier_put_unannounced(
         self, tier: int, namespace: str, key: bytes, shards: tuple[int, ...]
     ) -> None:
-        found = self.fixture.tiers[tier]
-        assert isinstance(found, CheckingTier)
-        found.put_unannounced(namespace, key, shards)
+        found = self.place(tier)
+        if isinstance(found, CheckingTier):
+            found.put_unannounced(namespace, key, shards)
+        else:
+            found.put(namespace, key, shards)
 
     def tier_learn(self, tier: int) -> None:
-        found = self.fixture.tiers[tier]
-        assert isinstance(found, CheckingTier)
-        found.learn()
+        found = self.place(tier)
+        if isinstance(found, CheckingTier):
+            found.learn()
 
     def tier_flip(self, tier: int, number: int) -> None:
         """One byte of one stored object flips."""
