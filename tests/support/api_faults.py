@@ -104,6 +104,13 @@ class FaultyClient(Client):
         )
         return answer
 
+    async def read_guarded(self, kind: Kind, namespace: str | None, name: str) -> Object:
+        answer: Object = await self._do(
+            Call("get", kind, namespace, name),
+            lambda: self.client.read_guarded(kind, namespace, name),
+        )
+        return answer
+
     async def list(
         self, kind: Kind, namespace: str | None = None, *, labels: str = "", fields: str = ""
     ) -> Sequence[Object]:
