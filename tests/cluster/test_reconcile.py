@@ -119,7 +119,10 @@ def test_a_live_change_increments_the_generation_and_a_restart_does_not(
             await settled(controller, client, namespace)
         assert await belongings(client, namespace) == before
         assert (await client.get(SECRETS, namespace, "chat-token"))["data"] == token
-        assert [str(call) for call in counting.calls] == [f"get Secret {namespace}/chat-token"]
+        assert [str(call) for call in counting.calls] == [
+            f"list KVTierPolicy {namespace}/",
+            f"get Secret {namespace}/chat-token",
+        ]
 
     reconciled(scenario)
 
