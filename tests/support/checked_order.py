@@ -60,10 +60,23 @@ class CheckedOrder:
         if ends:
             assert found in ends, "an object is evicted before one that follows it"
         else:
-            assert all(self._parked[each] for each in followers[found.namespace, found.key]), (
-                "an object is evicted before one that follows it and is not in use"
-            )
+            before = self._before(found)
+            assert all(
+                self._parked[each] or each in before
+                for each in followers[found.namespace, found.key]
+            ), "an object is evicted before one that follows it and is not in use"
         self._parked.pop(found)
+        return found
+
+    def _before(self, item: Entry) -> set[Entry]:
+        """What an object follows. Messages can say that two objects follow each other: then neither
+        has to go first."""
+        held = {(each.namespace, each.key): each for each in self._parked}
+        found: set[Entry] = set()
+        before = held.get((item.namespace, item.previous))
+        while before is not None and before not in found:
+            found.add(before)
+            before = held.get((before.namespace, before.previous))
         return found
 
     def __len__(self) -> int:

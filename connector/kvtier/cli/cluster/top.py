@@ -16,6 +16,7 @@ from rich.text import Text
 from kvtier.cli.cluster.access import ClusterReader
 from kvtier.cli.cluster.reports import PodStatusSource, read_reports, read_url
 from kvtier.cli.console import console, print_table
+from kvtier.errors import KVTierError
 from kvtier_operator.api.names import POLICY_ANNOTATION
 from kvtier_operator.api.pods import Pod, decode_pod
 from kvtier_operator.api.policy import KVTierPolicy
@@ -243,16 +244,21 @@ async def follow(read: Callable[[], Awaitable[TopView]], seconds: float) -> None
     """Shows the view on the terminal until it is interrupted. One failed refresh keeps the last
     view; several in a row raise the error.
     """
-    failures = 0
+    failures, last = 0, ""
     with Live(console=console(), screen=False, auto_refresh=False) as display:
         while True:
             try:
                 view = await read()
                 failures = 0
-            except Exception:
+            except KVTierError as error:
                 failures += 1
                 if failures >= MAX_REFRESH_FAILURES:
                     raise
+                if str(error) != last:
+                    last = str(error)
+                    display.console.print(
+                        Text(f"the view is not refreshed: {last}", style="yellow")
+                    )
                 await asyncio.sleep(seconds)
                 continue
             notes = [Text(each, style="yellow") for each in remarks(view)]
