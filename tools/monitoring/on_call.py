@@ -95,11 +95,12 @@ ON_CALL = Board(
                 (
                     Query(
                         "max by (namespace, pod, tier, volume, state) "
-                        f'(kvtier_volume_state{{{TIER},state!="Healthy"}}) > 0',
+                        f'(kvtier_volume_state{{{TIER},state!="Healthy"}})',
                         LEGEND_TIER + " {{volume}} {{state}}",
                     ),
                 ),
                 "KVTierVolumeUnavailable",
+                needs="a tier with several volumes",
             ),
             Panel(
                 "Failed reads by reason",
