@@ -83,6 +83,8 @@ def test_every_panel_of_the_dashboards_has_data(loop: Any) -> None:
     """Panels that have data only after a fault are left out. What else is empty says what the
     policy would need.
     """
+    from demo_dashboard import NO_DATA
+
     if loop[0].dashboards.missing:
         pytest.skip(f"{loop[0].dashboards.missing} is missing")
     boards = {board for board, *_ in loop[0].panels}

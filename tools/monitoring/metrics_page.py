@@ -67,8 +67,16 @@ def engine() -> list[Row]:
         )
         for metric in engine_counters.COUNTERS
     ]
-    name, text = engine_counters.LOAD_DURATION
-    return [*rows, Row(f"vllm:kvtier_{name}", "histogram", (), text)]
+    return [
+        *rows,
+        *(
+            Row(f"vllm:kvtier_{name}", kind, (), text)
+            for kind, (name, text) in (
+                ("gauge", engine_counters.WITHOUT_TIERS),
+                ("histogram", engine_counters.LOAD_DURATION),
+            )
+        ),
+    ]
 
 
 def operator() -> list[Row]:

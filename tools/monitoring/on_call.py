@@ -32,13 +32,12 @@ ON_CALL = Board(
             ),
             Panel(
                 "Engines without tiers",
-                "Engines in which KVTier turned itself off since they started.",
+                "Engines in which KVTier is turned off now, in the scheduler or in a rank.",
                 "short",
                 (
                     Query(
-                        f"count(sum by (namespace, pod) (vllm:kvtier_off_total{{{ENGINE}}})"
-                        f" + sum by (namespace, pod) (vllm:kvtier_errors_total{{{ENGINE}}}) > 0)"
-                        " or vector(0)"
+                        "count(sum by (namespace, pod) "
+                        f"(vllm:kvtier_processes_without_tiers{{{ENGINE}}}) > 0) or vector(0)"
                     ),
                 ),
                 "KVTierEngineWithoutTiers",
