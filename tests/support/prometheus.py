@@ -12,7 +12,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,14 +52,17 @@ class Target:
 
 
 class Prometheus:
-    """Scrapes once a second and evaluates the alerts of the chart."""
+    """Scrapes once a second and evaluates the alerts of the chart. ``jobs``: scrape configurations
+    beside ``targets``."""
 
-    def __init__(self, directory: Path, targets: list[Target]) -> None:
+    def __init__(
+        self, directory: Path, targets: list[Target], jobs: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
         directory.mkdir(parents=True)
         self._port = free_port()
         (directory / "rules.yaml").write_text(yaml.safe_dump(rules()))
         self._file = directory / "prometheus.yaml"
-        self._file.write_text(yaml.safe_dump(_configuration(targets)))
+        self._file.write_text(yaml.safe_dump(_configuration(targets, jobs)))
         self._log = directory / "prometheus.log"
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -74,15 +77,22 @@ class Prometheus:
                 stderr=log,
             )
 
-    def retarget(self, targets: list[Target]) -> None:
+    def retarget(self, targets: list[Target], jobs: Sequence[Mapping[str, Any]] = ()) -> None:
         """Scrapes other targets from now on."""
-        self._file.write_text(yaml.safe_dump(_configuration(targets)))
+        configuration = _configuration(targets, jobs)
+        self._file.write_text(yaml.safe_dump(configuration))
         self._process.send_signal(signal.SIGHUP)
-        addresses = {target.address for target in targets}
+        known = {job["job_name"]: _addresses(job) for job in configuration["scrape_configs"]}
 
         def followed() -> bool:
-            found = self._get("targets")["activeTargets"]
-            return {each["discoveredLabels"]["__address__"] for each in found} == addresses
+            active: dict[str, set[str]] = {}
+            for each in self._get("targets")["activeTargets"]:
+                labels = each["discoveredLabels"]
+                active.setdefault(labels["job"], set()).add(labels["__address__"])
+            # Relabeling drops targets of a job.
+            return active.keys() == known.keys() and all(
+                found <= known[name] for name, found in active.items()
+            )
 
         self.wait(followed, lambda: "Prometheus does not follow its configuration")
 
@@ -241,8 +251,12 @@ def expression(expr: str) -> str:
     return expr
 
 
-def _configuration(targets: list[Target]) -> dict[str, Any]:
-    jobs = []
+def _addresses(job: Mapping[str, Any]) -> set[str]:
+    return {address for group in job["static_configs"] for address in group["targets"]}
+
+
+def _configuration(targets: list[Target], more: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+    jobs = [dict(each) for each in more]
     for target in targets:
         job: dict[str, Any] = {
             "job_name": target.job,
