@@ -26,7 +26,7 @@ from kvtier.transfer.cuda import CudaCopyEngine
 
 
 class InvalidAccess(Exception):
-    """A kernel or a transfer that would touch memory outside the cache, the buffers and the pool."""
+    """A kernel or transfer that would touch memory outside cache, buffers and pool."""
 
 
 @dataclass(slots=True, eq=False)
