@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.tier_files import bytes_below
 
 from kvtier.cli.directory import age_text, size_text
 from kvtier.cli.main import main
@@ -559,4 +560,4 @@ def test_gc_limits_each_volume(kvtier: Any, volumes: list[Path]) -> None:
     document = kvtier("gc", *volumes, "--capacity", "256Ki", "--json").json
     assert all(each["objects"] > 0 for each in document["directories"])
     for volume in volumes:
-        assert sum(path.stat().st_size for path in volume.rglob("*") if path.is_file()) <= 256 << 10
+        assert bytes_below(volume) <= 256 << 10
