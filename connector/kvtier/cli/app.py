@@ -372,6 +372,14 @@ def gc(
             metavar="SECONDS", min=0, help="Delete namespaces that were not used for this time."
         ),
     ] = None,
+    keys: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Announce what is deleted with these keys, where objects are sealed: as for "
+            "kvtier verify.",
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be deleted, and delete nothing.")
     ] = False,
@@ -383,7 +391,9 @@ def gc(
 
     _, failed = each_directory(
         directories,
-        lambda directory: directory_command.gc(directory, capacity, retention, dry_run=dry_run),
+        lambda directory: directory_command.gc(
+            directory, capacity, retention, keys, dry_run=dry_run
+        ),
         directory_command.gc_json if as_json else None,
         directory_command.show_gc,
     )
