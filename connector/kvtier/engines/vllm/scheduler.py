@@ -73,7 +73,7 @@ class KVTierConnectorScheduler:
         self.prefill = PrefillEstimator(clock)
         self.loads = SchedulerLoads(planner, session, self.prefill, clock)
         self.stores = SchedulerStores(planner, session, clock)
-        self.queue = QueuedPrefixes(planner, session, self.loads.new_id)
+        self.queue = QueuedPrefixes(planner, session, self.loads.new_id, clock)
         self._planner = planner
         self._windows = tuple(
             number
@@ -147,8 +147,10 @@ class KVTierConnectorScheduler:
         if state.scheduled:
             state.drop_blocks()
         state.computed_tokens = num_computed_tokens
-        if getattr(request, "skip_reading_prefix_cache", False) or not state.is_cacheable(
-            self._adapters
+        if (
+            state.hints.skip_load
+            or getattr(request, "skip_reading_prefix_cache", False)
+            or not state.is_cacheable(self._adapters)
         ):
             self.loads.cancel_promotion(state)
             return 0, False
@@ -189,7 +191,12 @@ class KVTierConnectorScheduler:
         request_id = str(request.request_id)
         state = self._states.get(request_id)
         if state is None or state.request is not request:
-            state = self._states[request_id] = RequestState(request, self._hints.read(request))
+            hints = self._hints.read(request)
+            state = self._states[request_id] = RequestState(request, hints)
+            if hints.tiers is not None:
+                state.tier_bits = self.session.tier_bits(hints.tiers)
+            if hints.prefetch:
+                self.queue.keep(state, self._adapters)
         return state
 
     # Steps.
@@ -506,6 +513,8 @@ class KVTierConnectorScheduler:
         self.stores.dropped.clear()
         stats.add_all("rejected_hints", self._hints.rejected)
         self._hints.rejected.clear()
+        stats.add_all("prefetch_hints", self.queue.outcomes)
+        self.queue.outcomes.clear()
 
     def snapshot(self) -> dict[str, object]:
         """Returns the current state, for debugging and tests."""

@@ -26,7 +26,12 @@ from dataclasses import replace
 from itertools import count
 
 from kvtier.config.models import Selection
-from kvtier.engines.common.request_state import CachedMatch, PendingPromotion, RequestState
+from kvtier.engines.common.request_state import (
+    ALL_TIERS,
+    CachedMatch,
+    PendingPromotion,
+    RequestState,
+)
 from kvtier.engines.common.tierd_session import TierdSession
 from kvtier.engines.vllm.cost_estimates import PrefillEstimator
 from kvtier.engines.vllm.load_records import LoadPrefix, source_tier
@@ -146,6 +151,7 @@ class SchedulerLoads:
         if (
             tokens < max(1, self._session.live.min_load_tokens)
             or promotion.first_chunk != self._planner.chunks(computed_tokens)
+            or end > self._planner.tokens(self._max_chunks(state, computed_tokens))
             or now - promotion.ended_at > PINNED_SECONDS
         ):
             self.cancel_promotion(state)
@@ -158,19 +164,24 @@ class SchedulerLoads:
             return self._match_groups(state, computed_tokens, now)
         first = planner.chunks(computed_tokens)
         keys = state.keys(self._hashes_per_chunk)
-        end = self._max_chunks(state)
+        end = self._max_chunks(state, computed_tokens)
         replica = self._session.replica
         get_value, usable_bits = replica.get_value, replica.usable_bits
         bits: list[int] = []
         ram_chunks = 0
+        restricted = state.tier_bits != ALL_TIERS
         for key in keys[first:end]:
             chunk_bits = get_value(key, 0) & usable_bits
+            if restricted:
+                chunk_bits = state.visible(chunk_bits)
             if not chunk_bits:
                 break
             if chunk_bits & MEMORY_BIT and ram_chunks == len(bits):
                 ram_chunks += 1
             bits.append(chunk_bits)
-        unknown = self._lookups.keys(computed_tokens, len(bits), end - first)
+        unknown = self._lookups.keys(
+            computed_tokens, len(bits), max(0, end - first), state.tier_bits
+        )
         if (ram_chunks < len(bits) or unknown) and self._promote(
             state, computed_tokens, bits, now, unknown
         ):
@@ -178,15 +189,18 @@ class SchedulerLoads:
         ram_tokens = planner.tokens(first + ram_chunks) - computed_tokens if ram_chunks else 0
         return self._match_ram(state, computed_tokens, ram_tokens, now)
 
-    def _max_chunks(self, state: RequestState) -> int:
-        """How many chunks of the request may be loaded."""
+    def _max_chunks(self, state: RequestState, computed_tokens: int) -> int:
+        """Up to which chunk of the request may be loaded."""
         hashed = len(state.keys(self._hashes_per_chunk))
         end = min(hashed, self._planner.max_hit_chunks(state.request.num_tokens))
+        most = state.hints.max_load_tokens
+        if most is not None:
+            end = min(end, self._planner.chunks(computed_tokens + most))
         return end if state.load_end is None else min(end, state.load_end)
 
     def _match_groups(self, state: RequestState, computed_tokens: int, now: float) -> int | None:
         """As ``_match_replica``, where a prefix is usable as a whole only."""
-        planner, end = self._planner, self._max_chunks(state)
+        planner, end = self._planner, self._max_chunks(state, computed_tokens)
         replica = self._session.replica
         get_value, usable_bits = replica.get_value, replica.usable_bits
         keys = [
@@ -194,7 +208,7 @@ class SchedulerLoads:
         ]
 
         def bits(group: int, chunk: int) -> int:
-            return get_value(keys[group][chunk], 0) & usable_bits
+            return state.visible(get_value(keys[group][chunk], 0) & usable_bits)
 
         anywhere = planner.longest_prefix(computed_tokens, end, bits)
         in_ram = 0
@@ -202,7 +216,7 @@ class SchedulerLoads:
             in_ram = planner.longest_prefix(
                 computed_tokens,
                 anywhere,
-                lambda group, chunk: get_value(keys[group][chunk], 0) & MEMORY_BIT,
+                lambda group, chunk: bits(group, chunk) & MEMORY_BIT,
             )
         if in_ram < anywhere and self._may_promote(state):
             ends = in_ram, anywhere
