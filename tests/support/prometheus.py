@@ -87,8 +87,8 @@ class Prometheus:
         def followed() -> bool:
             active: dict[str, set[str]] = {}
             for each in self._get("targets")["activeTargets"]:
-                labels = each["discoveredLabels"]
-                active.setdefault(labels["job"], set()).add(labels["__address__"])
+                address = each["discoveredLabels"]["__address__"]
+                active.setdefault(each["scrapePool"], set()).add(address)
             # Relabeling drops targets of a job.
             return active.keys() == known.keys() and all(
                 found <= known[name] for name, found in active.items()
