@@ -17,15 +17,16 @@ class InjectedError(Exception):
 
 
 class CallInjector:
-    """``folders``: parts of the paths of the files whose functions count. At first it only finds
-    calls."""
+    """``folders``: parts of the paths of the files whose functions count. ``spared``: functions
+    that do not count. At first it only finds calls."""
 
-    def __init__(self, *folders: str) -> None:
+    def __init__(self, *folders: str, spared: frozenset[str] = frozenset()) -> None:
         self._folders = folders
+        self._spared = spared
         self._raise_at: int | None = 0
         self._calls = 0
-        self.found: dict[tuple[str, str, int], int] = {}
-        """By function and place of the call: the number of the first such call."""
+        self.found: dict[tuple[str, str], int] = {}
+        """By function and caller: the number of the first such call."""
 
     def raise_at(self, number: int | None) -> None:
         """Raises at the call with this number from now on, counted from 1; None: not at all."""
@@ -48,11 +49,13 @@ class CallInjector:
         code, caller = frame.f_code, frame.f_back
         if event != "call" or code.co_name.startswith("<") or caller is None:
             return
+        if code.co_qualname in self._spared:
+            return
         if not any(folder in code.co_filename for folder in self._folders):
             return
         self._calls += 1
         if self._raise_at == 0:
-            place = (code.co_qualname, caller.f_code.co_filename, caller.f_lineno)
+            place = (code.co_qualname, caller.f_code.co_qualname)
             self.found.setdefault(place, self._calls)
         elif self._calls == self._raise_at:
             raise InjectedError(code.co_qualname)

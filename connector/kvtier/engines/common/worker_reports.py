@@ -3,7 +3,7 @@
 vLLM waits for the report of a load without a time limit, and the scheduler side references the
 blocks of a store until every rank has reported it. So each job is entered here before anything is
 done with it. A job that an unexpected error has lost, that is, which is neither open nor ended, is
-reported as failed. A report that nobody waits for is discarded and counted, because a second report
+reported as failed. A report that is not owed is discarded and counted, because a second report
 of a request ends the engine.
 
 A report counts as made once vLLM has taken it: what a hook could not return is returned by the next
@@ -13,7 +13,8 @@ step's hooks. The engine's thread only.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable
+from collections.abc import Set as AbstractSet
 
 from kvtier.engines.common.jobs import LoadJob, StoreJob
 from kvtier.engines.common.worker_state import (
@@ -26,11 +27,13 @@ from kvtier.engines.common.worker_state import (
 MAX_ENDED_LOADS = 4096
 """Ended loads that are remembered, so that a job that comes twice is not reported twice."""
 
-OpenJobs = Callable[[Set[int], Set[int]], tuple[Set[int], Set[int]]]
+OpenJobs = Callable[[AbstractSet[int], AbstractSet[int]], tuple[AbstractSet[int], AbstractSet[int]]]
 """(loads, stores) -> those of them that have not ended."""
 
 
-def no_open_jobs(loads: Set[int], stores: Set[int]) -> tuple[Set[int], Set[int]]:
+def no_open_jobs(
+    loads: AbstractSet[int], stores: AbstractSet[int]
+) -> tuple[AbstractSet[int], AbstractSet[int]]:
     """The ``OpenJobs`` of a rank that copies nothing."""
     return frozenset(), frozenset()
 

@@ -19,7 +19,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -204,7 +205,9 @@ class TransferThread:
             if self._is_open():
                 self._advance(pinned, early_bytes)
 
-    def open_jobs(self, loads: Set[int], stores: Set[int]) -> tuple[Set[int], Set[int]]:
+    def open_jobs(
+        self, loads: AbstractSet[int], stores: AbstractSet[int]
+    ) -> tuple[AbstractSet[int], AbstractSet[int]]:
         """Returns which of these loads and stores have not ended."""
         with self._copies:
             return (

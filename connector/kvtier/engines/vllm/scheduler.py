@@ -383,7 +383,7 @@ class KVTierConnectorScheduler:
                     state.frontier.executed(generation, tokens)
             self.stores.on_step_executed(report.step, self._final_chunks)
         finally:
-            # Reported once: blocks and load ids would be held for ever.
+            # Each end is reported once: what it holds would be held until the engine ends.
             self._take_ends(report)
 
     def _take_ends(self, report: WorkerReport) -> None:

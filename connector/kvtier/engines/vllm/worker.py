@@ -276,6 +276,7 @@ class KVTierConnectorWorker:
         try:
             self._pending_weights = weights.begin(self._vllm_config)
         except Exception as error:  # the fingerprint of before must not be taken for this one
+            self._counters.add("step_errors")
             logger.exception("KVTier: cannot take the fingerprint of the weights")
             unknown = weights.WeightsFingerprint("", f"{type(error).__name__}: {error}")
             self._pending_weights = weights.PendingFingerprint(unknown)
