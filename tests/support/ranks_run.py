@@ -85,7 +85,7 @@ class Child:
         os.environ.update(environment)
         try:
             answer = json.dumps({"result": compute()})
-        except BaseException as error:  # noqa: BLE001 - the parent reports it
+        except BaseException as error:
             traceback.print_exc()
             answer = json.dumps({"error": f"{type(error).__name__}: {error}"})
         with os.fdopen(write_end, "w") as pipe:

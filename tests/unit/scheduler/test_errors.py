@@ -21,6 +21,7 @@ from kvtier.engines.vllm.metadata import StepMetadata
 
 SCHEDULER_FILES = (
     "kvtier/engines/vllm/scheduler",
+    "kvtier/engines/vllm/loads_in_flight.py",
     "kvtier/engines/common/scheduler_stores.py",
     "kvtier/engines/common/request_state.py",
     "kvtier/engines/common/tierd_session.py",
@@ -33,7 +34,7 @@ SPARED = frozenset(
             *("_free", "_release", "_drop", "_store", "on_stores_done"),
             *("take_jobs", "take_voided", "turn_off"),
         ),
-        "SchedulerLoads": ("take_jobs", "start_failing"),
+        "LoadsInFlight": ("take_jobs", "start_failing"),
         # They run after an error, and contain what it may have prevented.
         "KVTierConnectorScheduler": ("build_load_meta", "fail_load", "_take_ends"),
     }.items()
