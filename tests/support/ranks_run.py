@@ -132,7 +132,7 @@ def _first(options: dict[str, Any], wanted: list[list[int]], _: dict[str, Any]) 
     loads = engine.scheduler.loads
     result["groups"] = [str(group) for group in engine.scheduler._planner.groups]
     result["ranks"] = engine.scheduler._planner.ranks
-    result["failures"] = dict(loads.counts.failures)
+    result["failures"] = dict(loads.in_flight.counts.failures)
     result["objects"] = len(engine.scheduler.session.replica)
     result["namespace"] = engine.scheduler.session.ready.namespace
     engine.close()
@@ -147,7 +147,7 @@ def _restarted(
     replica = hybrid_run.replica_of(engine)
     engine.wait("files not found", lambda: len(replica) >= first["objects"])
     result = {"restarted": engine.pass_over(wanted)}
-    result["failures_restarted"] = dict(engine.scheduler.loads.counts.failures)
+    result["failures_restarted"] = dict(engine.scheduler.loads.in_flight.counts.failures)
     engine.close()
     return result
 
