@@ -12,7 +12,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -120,6 +120,12 @@ class Prometheus:
         """Waits until every target was scraped without an error."""
         self.wait_ready()
         self.wait(lambda: self._unhealthy() == [], lambda: f"not scraped: {self._unhealthy()}")
+
+    def wait_quiet(self, names: Set[str]) -> None:
+        """Waits until none of these alerts is pending or firing. On a machine that is slow, a
+        scrape can be missed, and the alerts about what is absent are pending until the next.
+        """
+        self.wait(lambda: not names & self.alerts().keys(), lambda: f"{self.alerts()}")
 
     def query(self, expr: str) -> list[dict[str, Any]]:
         """The result of an instant query, without values that are not a number."""
