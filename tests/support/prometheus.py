@@ -12,7 +12,8 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -121,7 +122,7 @@ class Prometheus:
         self.wait_ready()
         self.wait(lambda: self._unhealthy() == [], lambda: f"not scraped: {self._unhealthy()}")
 
-    def wait_quiet(self, names: Set[str]) -> None:
+    def wait_quiet(self, names: AbstractSet[str]) -> None:
         """Waits until none of these alerts is pending or firing. On a machine that is slow, a
         scrape can be missed, and the alerts about what is absent are pending until the next.
         """
