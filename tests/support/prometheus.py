@@ -63,7 +63,7 @@ class Prometheus:
         self._port = free_port()
         (directory / "rules.yaml").write_text(yaml.safe_dump(rules()))
         self._file = directory / "prometheus.yaml"
-        self._file.write_text(yaml.safe_dump(_configuration(targets, jobs)))
+        self._jobs = self._write(targets, jobs)
         self._log = directory / "prometheus.log"
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -80,10 +80,8 @@ class Prometheus:
 
     def retarget(self, targets: list[Target], jobs: Sequence[Mapping[str, Any]] = ()) -> None:
         """Scrapes other targets from now on."""
-        configuration = _configuration(targets, jobs)
-        self._file.write_text(yaml.safe_dump(configuration))
+        known = self._jobs = self._write(targets, jobs)
         self._process.send_signal(signal.SIGHUP)
-        known = {job["job_name"]: _addresses(job) for job in configuration["scrape_configs"]}
 
         def followed() -> bool:
             active: dict[str, set[str]] = {}
@@ -96,6 +94,14 @@ class Prometheus:
             )
 
         self.wait(followed, lambda: "Prometheus does not follow its configuration")
+
+    def _write(
+        self, targets: list[Target], jobs: Sequence[Mapping[str, Any]]
+    ) -> dict[str, set[str]]:
+        """The addresses of each job of the configuration."""
+        configuration = _configuration(targets, jobs)
+        self._file.write_text(yaml.safe_dump(configuration))
+        return {job["job_name"]: _addresses(job) for job in configuration["scrape_configs"]}
 
     def close(self) -> None:
         """Ends the process."""
@@ -118,7 +124,7 @@ class Prometheus:
         self.wait(ready, lambda: "Prometheus does not answer")
 
     def wait_scraped(self) -> None:
-        """Waits until every target was scraped without an error."""
+        """Waits until every job has a target and every target was scraped without an error."""
         self.wait_ready()
         self.wait(lambda: self._unhealthy() == [], lambda: f"not scraped: {self._unhealthy()}")
 
@@ -196,7 +202,8 @@ class Prometheus:
 
     def _unhealthy(self) -> list[str]:
         found = self._get("targets")["activeTargets"]
-        return [
+        idle = self._jobs.keys() - {each["scrapePool"] for each in found}
+        return [f"{name}: no target" for name in sorted(idle)] + [
             f"{each['scrapeUrl']}: {each['lastError'] or each['health']}"
             for each in found
             if each["health"] != "up"
