@@ -46,8 +46,8 @@ COUNTERS = (
         "reason",
         (
             "address", "asleep", "block_table", "cancelled", "closing", "copy", "duplicate",
-            "epoch", "gone", "identity", "limit", "lost", "off", "partial", "unknown_report",
-            "unpinned",
+            "epoch", "gone", "identity", "limit", "lost", "not_arrived", "off", "partial",
+            "unknown_report", "unpinned",
         ),
     ),
     Metric(
@@ -55,7 +55,7 @@ COUNTERS = (
         "Promotions from secondary tiers, by outcome.",
         "outcome",
         (
-            "whole", "partial", "failed", "absent", "cancelled", "lost", "out_of_time",
+            "whole", "partial", "failed", "absent", "cancelled", "lost", "out_of_time", "early",
             "ram_slower_than_recomputing", "too_many_waiting",
         ),
     ),

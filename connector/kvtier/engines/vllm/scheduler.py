@@ -34,7 +34,7 @@ from kvtier.engines.vllm.queued_prefixes import QueuedPrefixes
 from kvtier.engines.vllm.scheduler_loads import SchedulerLoads
 from kvtier.engines.vllm.weights_state import WeightsState
 from kvtier.planner import GroupKind, Planner
-from kvtier.tierd.wire import Heartbeat, Promoted
+from kvtier.tierd.wire import Arriving, Heartbeat, Promoted
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -125,6 +125,8 @@ class KVTierConnectorScheduler:
         for event in self.session.drain():
             if isinstance(event, Promoted):
                 self.loads.on_promoted(event)
+            elif isinstance(event, Arriving):
+                self.loads.on_arriving(event)
             else:
                 self.loads.on_session_lost()
                 self.stores.on_session_lost()
@@ -249,6 +251,7 @@ class KVTierConnectorScheduler:
             pinned_loads=self.loads.take_pinned(),
             idle=not output.num_scheduled_tokens,
             cancelled_loads=cancelled,
+            arrived_keys=self.loads.take_arrived(),
             identity=self.weights.number,
             report_weights=self.weights.report_needed,
             assumed_weights=self._assumed_weights(),
@@ -266,6 +269,7 @@ class KVTierConnectorScheduler:
             step=self._step,
             loads=loads,
             cancelled_loads=cancelled,
+            arrived_keys=self.loads.take_arrived(),
             identity=self.weights.number,
             voided_stores=self.stores.take_voided(),
         )

@@ -4,7 +4,8 @@
 
 1. The request is skipped, one of its loads failed, or the replica is not usable: 0.
 2. A promotion is pending: None (ask again) until it ends or its deadline passes.
-3. The promotion has ended: the promoted prefix, if it is long enough.
+3. The promotion has ended, or the rest is expected to arrive while what has arrived is copied: the
+   promoted prefix, if it is long enough.
 4. The last match is still valid: the same again.
 5. The best prefix needs a secondary tier, or unverified RAM, or it ends at a key that a tier may
    hold although the replica lacks it: request a promotion and return None. If too many requests
@@ -27,7 +28,7 @@ from dataclasses import replace
 from itertools import count
 
 from kvtier.config.models import Selection
-from kvtier.engines.common.jobs import BlockRun, LoadJob, LoadResult
+from kvtier.engines.common.jobs import ArrivedKeys, BlockRun, LoadJob, LoadResult
 from kvtier.engines.common.request_state import CachedMatch, PendingPromotion, RequestState
 from kvtier.engines.common.tierd_session import TierdSession
 from kvtier.engines.vllm.cost_estimates import CopyEstimator, PrefillEstimator
@@ -44,7 +45,7 @@ from kvtier.store.cost_model import Prefill
 from kvtier.store.generations import unpack_location
 from kvtier.store.selection import LOSS_SHARE, choose_prefix
 from kvtier.store.types import MEMORY_BIT
-from kvtier.tierd.wire import Cancel, Load, LoadReleased, Promote, Promoted
+from kvtier.tierd.wire import Arriving, Cancel, Load, LoadReleased, Promote, Promoted
 
 MAX_PENDING_PROMOTIONS = 32
 """Further requests match what is in RAM."""
@@ -93,6 +94,9 @@ class SchedulerLoads:
         self._active: dict[int, ActiveLoad] = {}
         self._jobs: list[LoadJob] = []
         self._cancelled_loads: list[int] = []
+        self._arriving: dict[int, ActiveLoad] = {}
+        """Loads that began before their promotion had ended, by promotion."""
+        self._arrived: list[ArrivedKeys] = []
 
     def new_id(self) -> int:
         """Returns an unused id, for a promotion or a prefetch."""
@@ -445,19 +449,81 @@ class SchedulerLoads:
             waited_seconds=waited_seconds if cost else 0.0,
             whole=whole,
             look_up=prefix.look_up,
+            copy_seconds=0.0
+            if whole or not cost
+            else self._planner.chunk_tokens * self._copies.seconds_per_token(self._clock()),
         )
 
     def on_promoted(self, message: Promoted) -> None:
         """tierd ended a promotion."""
+        load = self._arriving.pop(message.promotion, None)
+        if load is not None:
+            self.counts.promotions[message.outcome] += 1
+            self._name_keys(load, 0, message.tiers, message.locations, last=True)
+            return
         state = self._pending.pop(message.promotion, None)
         promotion = state.pending_promotion if state is not None else None
         if promotion is None or promotion.promotion_id != message.promotion:
             return  # It was cancelled before; tierd has got the Cancel.
         self.counts.promotions[message.outcome] += 1
         promotion.usable_keys = min(message.usable, promotion.keys)
+        promotion.arriving = False
         promotion.ended_at = self._clock()
         promotion.tiers = message.tiers
         promotion.locations = message.locations
+
+    def on_arriving(self, message: Arriving) -> None:
+        """Keys of a promotion have arrived, and the rest is expected within the copy of these."""
+        load = self._arriving.get(message.promotion)
+        if load is not None:
+            self._name_keys(load, message.first, message.tiers, message.locations)
+            return
+        state = self._pending.get(message.promotion)
+        promotion = state.pending_promotion if state is not None else None
+        if (
+            promotion is None
+            or promotion.promotion_id != message.promotion
+            or promotion.end_tokens
+            or message.first != len(promotion.locations)
+        ):
+            return
+        if not promotion.arriving:
+            self.counts.promotions["early"] += 1
+        promotion.arriving = True
+        promotion.usable_keys = min(message.predicted, promotion.keys)
+        promotion.ended_at = self._clock()
+        promotion.tiers += message.tiers
+        promotion.locations += message.locations
+
+    def _name_keys(
+        self,
+        load: ActiveLoad,
+        first: int,
+        tiers: Sequence[int],
+        locations: Sequence[int],
+        last: bool = False,
+    ) -> None:
+        """Tells the workers where further keys of a load are. ``first``: position of the first of
+        ``locations``."""
+        start, end = load.keys_named - first, len(load.chunk_tokens) - first
+        new = [unpack_location(location) for location in locations[max(start, 0) : end]]
+        if start < 0 or (not new and not last):
+            return
+        load.source_tiers += tuple(tiers[start:end])
+        load.keys_named += len(new)
+        self._arrived.append(
+            ArrivedKeys(
+                load.load_id,
+                tuple(slot for slot, _ in new),
+                tuple(generation for _, generation in new),
+                last,
+            )
+        )
+
+    def take_arrived(self) -> tuple[ArrivedKeys, ...]:
+        """Returns keys of loads in flight that have arrived, for the next step."""
+        arrived, self._arrived = tuple(self._arrived), []
+        return arrived
 
     def cancel_promotion(self, state: RequestState) -> None:
         """Cancels the request's promotion, if any, and releases the slots that it pinned."""
@@ -508,8 +574,9 @@ class SchedulerLoads:
                 slots.append(slot)
                 generations.append(generation)
             reason = ""
+            arriving = promotion is not None and promotion.arriving and len(slots) < len(parts)
         else:
-            reason = "block_table"
+            reason, arriving = "block_table", False
         self._jobs.append(
             LoadJob(
                 load_id,
@@ -519,11 +586,12 @@ class SchedulerLoads:
                 session.epoch,
                 tuple(slots),
                 tuple(generations),
+                arriving,
             )
         )
         state.load_id = load_id
         state.cached_match = None
-        self._active[load_id] = ActiveLoad(
+        self._active[load_id] = active = ActiveLoad(
             load_id,
             state,
             first_chunk=first,
@@ -536,7 +604,11 @@ class SchedulerLoads:
             epoch=session.epoch,
             expires_at=now + timeout + REPORT_GRACE_SECONDS,
             failure=reason,
+            keys_named=len(slots),
         )
+        if promotion is not None and arriving:
+            active.promotion_id = promotion.promotion_id
+            self._arriving[promotion.promotion_id] = active
         self.counts.offered_tokens += tokens
         message = Load(
             load=load_id,
@@ -627,6 +699,7 @@ class SchedulerLoads:
         if load.ranks_copying > 0:
             return
         del self._active[result.load]
+        self._arriving.pop(load.promotion_id, None)
         if load.epoch == self._session.epoch:
             self._session.send(LoadReleased(load=result.load))
         if load.keys_loaded == len(load.chunk_tokens):
@@ -668,6 +741,8 @@ class SchedulerLoads:
     def on_session_lost(self) -> None:
         """Handles the loss of tierd: ends all promotions. The workers end the loads in flight."""
         pending, self._pending = self._pending, {}
+        self._arriving.clear()
+        self._arrived.clear()
         for state in pending.values():
             state.pending_promotion = None
             self.counts.promotions["lost"] += 1
@@ -689,7 +764,7 @@ class SchedulerLoads:
     def has_pending_work(self) -> bool:
         """Returns whether an engine without requests should keep stepping, so that loads end."""
         now = self._clock()
-        return bool(self._jobs or self._cancelled_loads) or any(
+        return bool(self._jobs or self._cancelled_loads or self._arrived) or any(
             now < load.expires_at for load in self._active.values()
         )
 

@@ -302,7 +302,7 @@ class KVTierConnectorWorker:
         if not isinstance(metadata, StepMetadata):
             return
         self._metadata = metadata
-        if not metadata.loads and not metadata.cancelled_loads:
+        if not metadata.loads and not metadata.cancelled_loads and not metadata.arrived_keys:
             return
         fence = self._fence() if metadata.loads else None
         if self._thread is None:
@@ -315,6 +315,7 @@ class KVTierConnectorWorker:
             tuple(metadata.cancelled_loads),
             fence,
             assumed[self._rank] if known else "unknown rank" if assumed else "",
+            metadata.arrived_keys,
         )
         self._begin_fingerprint()
 
