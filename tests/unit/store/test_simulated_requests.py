@@ -232,8 +232,8 @@ def with_copies(
     return simulation
 
 
-@pytest.mark.parametrize("link", [8e9, 25e9, 50e9], ids=lambda link: f"link {link / 1e9:g} GB/s")
-@pytest.mark.parametrize("bandwidth", [6.5e9, 13e9, 40e9], ids=lambda b: f"tier {b / 1e9:g} GB/s")
+@pytest.mark.parametrize("link", [8e9, 50e9], ids=lambda link: f"link {link / 1e9:g} GB/s")
+@pytest.mark.parametrize("bandwidth", [6.5e9, 26e9], ids=lambda b: f"tier {b / 1e9:g} GB/s")
 def test_copies_of_a_long_prompt_overlap_with_its_reads(bandwidth: float, link: float) -> None:
     tokens = 65_536
     times = {}
@@ -267,7 +267,7 @@ def test_the_rest_is_not_awaited_by_an_engine_that_holds_blocks_if_it_comes_late
     assert waited > 0.8 * request.waited_seconds
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.too_slow])
 @given(
     script=st.lists(plans, min_size=1, max_size=6),
     good=st.integers(0, 40),
