@@ -91,7 +91,7 @@ class Promotion:
     * ``deadline``: how long to wait, counted from ``started_at``.
     * ``copy_seconds``: how long the engine takes to copy one key; 0 if the promotion is answered at
       its end only. ``announced``: how many keys the engine was told of before the end.
-    * ``load``: number of the load that has begun before the end, 0 if none; ``on_end`` is called
+    * ``load``: number of the load that has started before the end, 0 if none; ``on_end`` is called
       with the pinned objects when there are no more to come.
     """
 

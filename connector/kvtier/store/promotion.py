@@ -578,7 +578,7 @@ class Promotions:
             )
         )
         if promotion.on_end is not None:
-            # A load has begun: it takes over what has arrived.
+            # A load has started: it takes over what has arrived.
             if not cancelled:
                 promotion.on_end(
                     [entry for entry in promotion.entries[:usable] if entry is not None]

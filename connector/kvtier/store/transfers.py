@@ -266,7 +266,7 @@ class StoreLoads:
         keys: Sequence[tuple[int, bytes]],
         arrived: Sequence[Entry],
     ) -> None:
-        """The promotion of a load that has begun has ended: pins what has arrived since then."""
+        """The promotion of a load that has started has ended: pins what has arrived since then."""
         entries = engine.loads.get(number)
         if entries is None:
             return

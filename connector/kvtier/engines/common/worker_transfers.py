@@ -326,12 +326,6 @@ class WorkerLoads:
             load.stop_reason = "copy"
         return True
 
-    @staticmethod
-    def _missing(load: _RankLoad) -> str:
-        """Why a load that nothing has stopped is not complete."""
-        named = min(len(load.job.slots), len(load.job.runs))
-        return "not_arrived" if load.job.arriving and load.copied_keys == named else "gone"
-
     def _end(self, load: _RankLoad) -> None:
         job = load.job
         del self._active[job.load]
@@ -344,11 +338,12 @@ class WorkerLoads:
         if load.stop_reason == IDENTITY_CHANGED:
             keys = 0
         complete = keys == len(job.runs)
+        awaited = job.arriving and keys == load.copied_keys == min(len(job.slots), len(job.runs))
         result = LoadResult(
             load=job.load,
             request_id=job.request_id,
             keys_loaded=keys,
-            reason="" if complete else load.stop_reason or self._missing(load),
+            reason="" if complete else load.stop_reason or ("not_arrived" if awaited else "gone"),
             seconds=self._context.clock() - load.started_at,
             copy_seconds=load.copy_seconds,
             copied_bytes=load.copied_bytes,

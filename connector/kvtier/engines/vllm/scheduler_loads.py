@@ -576,7 +576,8 @@ class SchedulerLoads:
             reason = ""
             arriving = promotion is not None and promotion.arriving and len(slots) < len(parts)
         else:
-            reason, arriving = "block_table", False
+            reason = "block_table"
+            arriving = False
         self._jobs.append(
             LoadJob(
                 load_id,
