@@ -71,8 +71,8 @@ def test_an_early_answer_admits_the_request_and_the_rest_follows(testbed: Schedu
     assert testbed.client.take(Cancel) == []
     done(testbed, load, CHUNKS)
     assert [each.load for each in testbed.client.take(LoadReleased)] == [load]
-    assert testbed.scheduler.loads.loaded_tokens[1] == CHUNKS * CHUNK
-    assert testbed.scheduler.loads.counts.promotions["early"] == 1
+    assert testbed.scheduler.loads.in_flight.loaded_tokens[1] == CHUNKS * CHUNK
+    assert testbed.scheduler.loads.in_flight.counts.promotions["early"] == 1
     assert request.num_computed_tokens == CHUNKS * CHUNK
 
 
@@ -86,7 +86,7 @@ def test_what_does_not_arrive_fails_the_load_from_there_on(
     (keys,) = testbed.build().arrived_keys
     assert (len(keys.slots), keys.last) == (max(usable - 1, 0), True)
     done(testbed, load, max(usable, 1), "not_arrived")
-    assert testbed.scheduler.loads.counts.failures["not_arrived"] == 1
+    assert testbed.scheduler.loads.in_flight.counts.failures["not_arrived"] == 1
     request.num_computed_tokens = 0
     answer = testbed.ask(request)
     assert answer is None or answer < CHUNKS * CHUNK
@@ -116,7 +116,7 @@ def test_a_request_that_ends_while_keys_arrive_cancels_its_load(testbed: Schedul
     testbed.build()
     done(testbed, load, 1, "cancelled")
     assert [each.load for each in testbed.client.take(LoadReleased)] == [load]
-    assert testbed.scheduler.loads.in_flight == 0
+    assert len(testbed.scheduler.loads.in_flight) == 0
     testbed.client.promoted(promotion, CHUNKS)
     assert testbed.build().arrived_keys == ()
 
@@ -131,7 +131,7 @@ def test_losing_tierd_leaves_nothing_of_what_was_arriving(testbed: SchedulerTest
     testbed.client.ready()
     testbed.client.promoted(promotion, CHUNKS)
     assert testbed.build().arrived_keys == ()
-    assert testbed.scheduler.loads.in_flight == 0
+    assert len(testbed.scheduler.loads.in_flight) == 0
 
 
 def test_messages_of_unknown_or_wrong_promotions_are_ignored(testbed: SchedulerTestbed) -> None:
@@ -151,7 +151,7 @@ def test_tierd_is_told_how_fast_copies_are_once_that_is_known() -> None:
     (promote,) = testbed.client.take(Promote)
     assert promote.copy_seconds == 0.0
     for _ in range(16):
-        testbed.scheduler.loads._copies.observe(1_000, 0.5, testbed.now)
+        testbed.scheduler.loads.in_flight.copies.observe(1_000, 0.5, testbed.now)
     other = testbed.request(CHUNKS * CHUNK + 5, "other", seed=1)
     testbed.hold(other.keys(0, CHUNKS), DISK)
     testbed.ask(other)

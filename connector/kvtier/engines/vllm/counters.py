@@ -65,8 +65,8 @@ COUNTERS = (
         "reason",
         (
             "blocks_gone", "in_flight_blocks", "lost", "no_block_pool", "no_credit", "not_attached",
-            "off", "replica_incomplete", "reset", "short_prompt", "unknown_report",
-            "weights_stale", "weights_unknown", "worker_not_attached",
+            "off", "replica_incomplete", "reset", "short_prompt", "skip_store", "tiers",
+            "unknown_report", "weights_stale", "weights_unknown", "worker_not_attached",
         ),
     ),
     Metric("loaded_bytes", "Bytes copied from the memory tier to GPU memory."),
@@ -105,6 +105,12 @@ COUNTERS = (
         (
             "duplicate", "range", "too_many", "type", "unknown", "unknown_tier", "version",
         ),
+    ),
+    Metric(
+        "prefetch_hints",
+        "Requests with the hint prefetch, by what came of it.",
+        "outcome",
+        ("nothing_missing", "not_ready", "started", "too_many"),
     ),
     Metric("rearms", "How often KVTier was used again some time after an unexpected error."),
     Metric(
