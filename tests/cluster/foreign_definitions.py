@@ -118,7 +118,8 @@ def written() -> list[dict[str, Any]]:
     directory = os.environ.get(VARIABLE)
     if directory:
         files = sorted(Path(directory).glob("*.yaml"))
-        return [body for path in files for body in yaml.safe_load_all(path.read_text()) if body]
+        texts = [path.read_text() for path in files]
+        return [body for text in texts for body in yaml.load_all(text, yaml.CSafeLoader) if body]
     return [
         {
             "apiVersion": "apiextensions.k8s.io/v1",

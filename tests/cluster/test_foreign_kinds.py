@@ -82,7 +82,7 @@ def rendered(values: dict[str, Any]) -> list[dict[str, Any]]:
         body
         for name, text in texts.items()
         if not name.endswith("NOTES.txt")
-        for body in yaml.safe_load_all(text)
+        for body in yaml.load_all(text, yaml.CSafeLoader)
         if body
     ]
 
