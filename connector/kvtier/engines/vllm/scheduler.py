@@ -17,13 +17,13 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvtier.engines.common.lora import AdapterDigests
-from kvtier.engines.common.request_state import RequestState
+from kvtier.engines.common.request_state import RequestState, reads_no_cache
 from kvtier.engines.common.scheduler_stores import NULL_BLOCK, BlockPool, SchedulerStores
 from kvtier.engines.common.tierd_session import TierdSession
 from kvtier.engines.vllm.cost_estimates import PrefillEstimator, StepTokens
@@ -89,6 +89,8 @@ class KVTierConnectorScheduler:
         self._steps: deque[_BuiltStep] = deque()
         self._step = 0
         self._prompt_tokens = 0
+        self.skipped: Counter[str] = Counter()
+        """Finished requests that took no part, or only stored, by reason."""
         self._missing_pool_logged = False
 
     def start(self) -> None:
@@ -146,9 +148,7 @@ class KVTierConnectorScheduler:
         if state.scheduled:
             state.drop_blocks()
         state.computed_tokens = num_computed_tokens
-        if getattr(request, "skip_reading_prefix_cache", False) or not state.is_cacheable(
-            self._adapters
-        ):
+        if reads_no_cache(request) or not state.is_cacheable(self._adapters):
             self.loads.cancel_promotion(state)
             return 0, False
         if not self.weights.usable and not self.session.replica_ready:
@@ -406,6 +406,10 @@ class KVTierConnectorScheduler:
         if state is None:
             return
         self.queue.remove(state)
+        if state.skip_reason:
+            self.skipped[state.skip_reason] += 1
+        elif reads_no_cache(request):
+            self.skipped["not_read"] += 1
         loading = state.load_id != 0
         self.loads.on_request_finished(state)
         if loading or not store or not state.is_cacheable(self._adapters):
@@ -503,6 +507,8 @@ class KVTierConnectorScheduler:
         stats.observe_loads(counts.load_seconds)
         stats.add_all("dropped_stores", self.stores.dropped)
         self.stores.dropped.clear()
+        stats.add_all("skipped_requests", self.skipped)
+        self.skipped.clear()
 
     def snapshot(self) -> dict[str, object]:
         """Returns the current state, for debugging and tests."""
