@@ -5,7 +5,7 @@ in one process.
 
 Prints one line of JSON: by engine and by kind of request, what the engine answered (``tokens``, and
 ``numbers`` where log-probabilities or embeddings are asked for), how many tokens were loaded by
-tier, how many objects were stored, and the requests that took no part, by reason. Counts are those
+tier, how many chunks were stored, and the requests that took no part, by reason. Counts are those
 of the engine's ``/metrics``.
 
 One process, because most of the time that an engine takes to start is spent importing vLLM. The
@@ -14,6 +14,7 @@ engine with ngram drafts is the last one: vLLM cannot start another after it has
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import os
@@ -24,14 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from kvtier.config.models import Topology
-from kvtier.config.writer import write
-from kvtier.engines.vllm.plugin import transfer_config
-from kvtier.harness.engine_driver import Driver
-from kvtier.harness.engine_process import cpu_environment, parse_metrics, quiet_environment
-from kvtier.harness.engine_testbed import CHUNK_TOKENS, ENGINE_OPTIONS, EngineOptions
-from kvtier.harness.tiny_model import CPU_LLAMA
 from hybrid_run import SequentialEngine
 from kind_models import (
     FIRST_TEXT_TOKEN,
@@ -42,6 +35,14 @@ from kind_models import (
     write_image_model,
     write_text_model,
 )
+
+from kvtier.config.models import Topology
+from kvtier.config.writer import write
+from kvtier.engines.vllm.plugin import transfer_config
+from kvtier.harness.engine_driver import Driver
+from kvtier.harness.engine_process import cpu_environment, parse_metrics, quiet_environment
+from kvtier.harness.engine_testbed import CHUNK_TOKENS, ENGINE_OPTIONS, EngineOptions
+from kvtier.harness.tiny_model import CPU_LLAMA
 
 NEW_TOKENS = 12
 PROMPT_CHUNKS = 4
@@ -110,7 +111,7 @@ class KindsEngine(SequentialEngine):
 
     def _run_kind(self, kind: Callable[[KindsEngine], Answer]) -> Answer:
         self.empty_cache()
-        before, objects = self.counts(), self._objects()
+        before = self.counts()
         answer = kind(self)
         self.driver.settle()
         if self.attached_to_tierd:
@@ -122,11 +123,9 @@ class KindsEngine(SequentialEngine):
             "failed": _moved(before, after, "vllm:kvtier_load_failures_total", "reason"),
             "skipped": _moved(before, after, "vllm:kvtier_skipped_requests_total", "reason"),
             "drafts": _total(before, after, "vllm:spec_decode_num_drafts_total"),
-            "stored": self._objects() - objects,
+            "promotions": _moved(before, after, "vllm:kvtier_promotions_total", "outcome"),
+            "stored": _total(before, after, "vllm:kvtier_stored_chunks_total"),
         }
-
-    def _objects(self) -> int:
-        return len(self.scheduler.session.replica) if self.attached_to_tierd else 0
 
 
 def _moved(
@@ -269,7 +268,7 @@ def _streaming_input(engine: KindsEngine) -> Answer:
     for number, part in enumerate([*parts, None], 1):
         request = end if part is None else made(part, end.request_id, True)
         request.external_req_id = name
-        core.output_processor.add_request(request, None, None, 0)
+        core.output_processor.add_request(_copy(request), None, None, 0)
         core.engine_core.add_request(request)
         deadline = time.monotonic() + 60
         while part is not None and len(found) < number * NEW_TOKENS:
@@ -278,6 +277,13 @@ def _streaming_input(engine: KindsEngine) -> Answer:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"the session returned {len(found)} tokens")
     return {"tokens": [found]}
+
+
+def _copy(request: Any) -> Any:
+    """A copy, as the front end has one where it is another process: both extend the prompt."""
+    copied = copy.copy(request)
+    copied.prompt_token_ids = list(request.prompt_token_ids)
+    return copied
 
 
 GENERATION: Kinds = {
@@ -321,11 +327,14 @@ def run(directory: Path) -> dict[str, Any]:
     head = str(write_eagle_head(directory / "head"))
     result: dict[str, Any] = {}
 
-    def served(name: str, options: dict[str, Any], kinds: Kinds) -> None:
+    def served(name: str, options: dict[str, Any], kinds: Kinds) -> int:
+        """Returns how many objects there are."""
         engine = KindsEngine(options, topology)
         result[f"{name}, first"] = engine.run_kinds(kinds)
         result[f"{name}, RAM"] = engine.run_kinds(kinds)
+        objects = len(engine.scheduler.session.replica)
         engine.close()
+        return objects
 
     def plain(name: str, options: dict[str, Any], kinds: Kinds) -> None:
         engine = KindsEngine(options)
@@ -333,8 +342,9 @@ def run(directory: Path) -> dict[str, Any]:
         engine.close()
 
     plain("generation", images, GENERATION)
-    served("generation", images, GENERATION)
+    objects = served("generation", images, GENERATION)
     engine = KindsEngine(images, topology)
+    engine.wait("files not found", lambda: len(engine.scheduler.session.replica) >= objects)
     result["generation, restarted"] = engine.run_kinds(GENERATION)
     engine.close()
     plain("speculation", {"model": words}, SPECULATION)

@@ -148,9 +148,7 @@ class RequestState:
             self._adapter_digest = digest
             return True
         if digest != "unknown" or self._adapter_digest is not None:
-            self.skip_reason = (
-                "adapter_replaced" if digest == "replaced" else "adapter_unreadable"
-            )
+            self.skip_reason = "adapter_replaced" if digest == "replaced" else "adapter_unreadable"
         return False
 
     def keys(self, hashes_per_chunk: int) -> list[bytes]:

@@ -144,6 +144,7 @@ class SchedulerStores:
         )
         self._progress_at = clock()
         self._visited_chunks = 0
+        self._blocked = True
 
     # Planning.
 
@@ -154,6 +155,15 @@ class SchedulerStores:
         while self._recently_committed and self._recently_committed[0][0] <= now:
             self._keys.discard(self._recently_committed.popleft()[1])
         self._plan_held(now)
+        self._blocked = bool(self._store_blocked_reason())
+
+    def can_plan(self) -> bool:
+        """Whether ``plan`` can store anything more in this step for a request that goes on.
+
+        While no slot is free, it spares a walk over the chunks that wait, for every request.
+        """
+        credits = self._session.credits
+        return not self._blocked and all(map(credits.__getitem__, self._full_groups))
 
     def plan(
         self,
@@ -175,6 +185,9 @@ class SchedulerStores:
         # The frontier stays, so that a limit that is lowered has its effect on running requests.
         if blocked_reason and not finished:
             return
+        if blocked_reason in PASSING_REASONS:
+            # What is held is stored if the reason passes soon, as after a request of one step.
+            blocked_reason = ""
         replica = self._session.replica
         get_value, usable_bits, pending_keys = replica.get_value, replica.usable_bits, self._keys
         by_group = [

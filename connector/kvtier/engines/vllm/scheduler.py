@@ -206,7 +206,7 @@ class KVTierConnectorScheduler:
         block_tables = self._block_tables(output)
         offers = self._boundary_states(output)
         step = _BuiltStep(self._step)
-        step_tokens = StepTokens()
+        step_tokens, may_store = StepTokens(), self.stores.can_plan()
         for request_id, scheduled_tokens in output.num_scheduled_tokens.items():
             state = self._states.get(request_id)
             if state is None:
@@ -224,9 +224,10 @@ class KVTierConnectorScheduler:
             frontier = state.frontier
             if self._planner.chunks(tokens) > frontier.next_chunk:
                 step.requests.append((state, frontier.generation, tokens))
-                storable = self._storable_chunks(state)
+                storable = self._storable_chunks(state) if may_store else 0
                 if storable > frontier.next_chunk and state.is_cacheable(self._adapters):
                     self.stores.plan(state, block_tables(state), storable, finished=False)
+                    may_store = self.stores.can_plan()
             if self._windows or self._state_groups:
                 first = request.num_computed_tokens + (0 if admitted else 1)
                 self._reference_windows(state, range(first, tokens + 1), block_tables)
