@@ -143,8 +143,16 @@ class SchedulerStores:
             number for number, group in enumerate(planner.groups) if group.kind is GroupKind.FULL
         )
         self._progress_at = clock()
+        self._least_blocks = min(
+            (self._object_blocks(planner, group) for group in self._full_groups), default=0
+        )
         self._visited_chunks = 0
         self._blocked = True
+
+    @staticmethod
+    def _object_blocks(planner: Planner, group: int) -> int:
+        first, stop = planner.object_range(group, 0)
+        return stop - first
 
     # Planning.
 
@@ -163,7 +171,14 @@ class SchedulerStores:
         While no slot is free, it spares a walk over the chunks that wait, for every request.
         """
         credits = self._session.credits
-        return not self._blocked and all(map(credits.__getitem__, self._full_groups))
+        if self._blocked or not all(map(credits.__getitem__, self._full_groups)):
+            return False
+        in_flight = self._in_flight_blocks
+        return not in_flight or self._fits(in_flight + self._least_blocks)
+
+    def is_long_enough(self, state: RequestState) -> bool:
+        """Whether the request's prompt is long enough to be stored."""
+        return state.prompt_tokens >= self._session.live.min_store_tokens
 
     def plan(
         self,
@@ -286,10 +301,13 @@ class SchedulerStores:
             return "no_block_pool"
         if len(ids) < expected or NULL_BLOCK in ids:
             return "blocks_gone"
-        after = self._in_flight_blocks + expected
-        if after > max(expected, len(pool.blocks) // MAX_CACHE_FRACTION):
+        if self._in_flight_blocks and not self._fits(self._in_flight_blocks + expected):
             return "in_flight_blocks"
         return ""
+
+    def _fits(self, blocks: int) -> bool:
+        """Whether so many blocks may be referenced."""
+        return self.pool is None or blocks <= len(self.pool.blocks) // MAX_CACHE_FRACTION
 
     def _touch(self, ids: Sequence[int]) -> list[Any]:
         pool = self.pool
@@ -319,7 +337,7 @@ class SchedulerStores:
             return "replica_incomplete"
         if self.worker_epoch is not None and self.worker_epoch != session.epoch:
             return "worker_not_attached"
-        if state is not None and state.prompt_tokens < session.live.min_store_tokens:
+        if state is not None and not self.is_long_enough(state):
             return "short_prompt"
         return ""
 

@@ -207,6 +207,7 @@ class KVTierConnectorScheduler:
         offers = self._boundary_states(output)
         step = _BuiltStep(self._step)
         step_tokens, may_store = StepTokens(), self.stores.can_plan()
+        chunk_tokens = self._planner.chunk_tokens
         for request_id, scheduled_tokens in output.num_scheduled_tokens.items():
             state = self._states.get(request_id)
             if state is None:
@@ -224,14 +225,17 @@ class KVTierConnectorScheduler:
             frontier = state.frontier
             if self._planner.chunks(tokens) > frontier.next_chunk:
                 step.requests.append((state, frontier.generation, tokens))
-                storable = self._storable_chunks(state) if may_store else 0
+                may_plan = may_store and self.stores.is_long_enough(state)
+                storable = self._storable_chunks(state) if may_plan else 0
                 if storable > frontier.next_chunk and state.is_cacheable(self._adapters):
                     self.stores.plan(state, block_tables(state), storable, finished=False)
                     may_store = self.stores.can_plan()
-            if self._windows or self._state_groups:
+            if self._windows:
                 first = request.num_computed_tokens + (0 if admitted else 1)
-                self._reference_windows(state, range(first, tokens + 1), block_tables)
-                self._reference_states(state, tokens, offers.get(request_id, ()))
+                if tokens - tokens % chunk_tokens >= max(first, chunk_tokens):
+                    self._reference_windows(state, range(first, tokens + 1), block_tables)
+            if offers and request_id in offers:
+                self._reference_states(state, tokens, offers[request_id])
         self._update_heartbeat()
         self._steps.append(step)
         self.prefill.step_built(self._step, step_tokens)
@@ -305,8 +309,6 @@ class KVTierConnectorScheduler:
         """References the blocks of windows that end within ``ends`` (tokens) at a chunk."""
         planner, size = self._planner, self._planner.chunk_tokens
         first = max(1, -(-ends.start // size))
-        if not self._windows or first * size >= ends.stop:
-            return
         tables = block_tables(state)
         for chunk in range(first - 1, (ends.stop - 1) // size):
             for group in self._windows:
