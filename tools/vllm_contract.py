@@ -7,7 +7,7 @@ connector with it, and it with the vLLM that is installed.
     python tools/vllm_contract.py --files
         prints the files of vLLM that are read
     python tools/vllm_contract.py 0.24.0=DIRECTORY 0.25.0=FILE.whl ...
-        writes the table anew; each directory or wheel holds ``vllm/`` of one release
+        replaces the table; each directory or wheel holds ``vllm/`` of one release
 """
 
 from __future__ import annotations
