@@ -18,9 +18,9 @@ from kvtier.engines.atom.cache_engine_scheduler import CacheEngineScheduler
 from kvtier.engines.atom.cache_engine_worker import CacheEngineWorker, identity_digest
 from kvtier.engines.atom.lookup_connection import LookupConnection
 from kvtier.engines.atom.metadata import AtomStepMetadata
+from kvtier.engines.atom.rank import RankIdentity
 from kvtier.engines.atom.scheduler import AtomLimits
 from kvtier.engines.atom.types import KVConnectorOutput
-from kvtier.engines.atom.worker import RankIdentity
 from kvtier.engines.common.model_identity import EngineIdentity
 from kvtier.engines.common.tierd_session import TierdSession
 from kvtier.lookup.client import greeting
@@ -34,7 +34,7 @@ from kvtier.testing.atom_sequence import StandInSequence
 BLOCK, CHUNK, BLOCKS = 4, 8, 64
 ENGINE = "engine/dp0"
 IDENTITY = EngineIdentity('{"model":"stand-in"}', "")
-SECONDS = 60.0
+SECONDS = 300.0
 
 
 def read_options(config: Path, run_directory: Path, **others: Any) -> CacheEngineOptions:
@@ -172,13 +172,22 @@ class CacheEngineBench:
         for cache in self.caches:
             cache[:] = 0
 
-    def wait_committed(self, tokens: list[int]) -> None:
-        """Waits until every chunk of a prompt can be looked up."""
+    def wait_committed(self, tokens: list[int], serving: list[int] | None = None) -> None:
+        """Waits until every chunk of a prompt can be looked up; meanwhile serves ``serving`` from
+        GPU memory: an engine that has nothing to do does not store what it has lost."""
         from kvtier.engines.atom.token_keys import chain
         from kvtier.keys import group_prefix
 
         keys = [group_prefix(0) + each for each in chain(tokens, CHUNK)]
-        self.wait(lambda: all(self.connection.client.ask(keys, 1.0) or (0,)))
+
+        def committed() -> bool:
+            if all(self.connection.client.ask(keys, 1.0) or (0,)):
+                return True
+            if serving is not None:
+                self.serve(serving)
+            return False
+
+        self.wait(committed)
 
     def count(self, name: str) -> int:
         """A count of the scheduler side."""

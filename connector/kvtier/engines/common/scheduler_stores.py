@@ -176,9 +176,21 @@ class SchedulerStores:
         in_flight = self._in_flight_blocks
         return not in_flight or self._fits(in_flight + self._least_blocks)
 
-    def is_long_enough(self, state: RequestState) -> bool:
-        """Whether the request's prompt is long enough to be stored."""
-        return state.prompt_tokens >= self._session.live.min_store_tokens
+    def may_be_stored(self, state: RequestState) -> bool:
+        """Whether chunks of this request may be stored at all, as far as it says itself."""
+        return not self._request_blocked_reason(state) and not self._is_short(state)
+
+    def _is_short(self, state: RequestState) -> bool:
+        return state.prompt_tokens < self._session.live.min_store_tokens
+
+    def _request_blocked_reason(self, state: RequestState) -> str:
+        if state.hints.skip_store:
+            return "skip_store"
+        tiers = state.hints.tiers
+        # tierd decides where an object goes, and decides the same for every object.
+        if tiers is not None and not tiers.issuperset(self._session.tier_names):
+            return "tiers"
+        return ""
 
     def plan(
         self,
@@ -271,12 +283,17 @@ class SchedulerStores:
         while self._references and self._references[0][0] <= step:
             _, found = self._references.popleft()
             state, chunk = found.state, found.chunk
-            keys = state.group_keys(found.group, self._planner.hashes_per_chunk)
-            if (
-                found.generation != state.frontier.generation
-                or chunk >= min(storable(state), len(keys))
-                or self._is_stored(keys[chunk])
-            ):
+            try:
+                keys = state.group_keys(found.group, self._planner.hashes_per_chunk)
+                stale = (
+                    found.generation != state.frontier.generation
+                    or chunk >= min(storable(state), len(keys))
+                    or self._is_stored(keys[chunk])
+                )
+            except Exception:
+                self._free(found.blocks)
+                raise
+            if stale:
                 self._free(found.blocks)
                 continue
             self._store(_ChunkBlocks(found.group, keys[chunk], b"", state, found.ids, found.blocks))
@@ -326,6 +343,8 @@ class SchedulerStores:
 
     def _store_blocked_reason(self, state: RequestState | None = None) -> str:
         """Returns why no chunk, or none of this request, can be stored; empty if some can."""
+        if state is not None and (reason := self._request_blocked_reason(state)):
+            return reason
         if self.pool is None:
             return "no_block_pool"
         session = self._session
@@ -337,19 +356,24 @@ class SchedulerStores:
             return "replica_incomplete"
         if self.worker_epoch is not None and self.worker_epoch != session.epoch:
             return "worker_not_attached"
-        if state is not None and not self.is_long_enough(state):
+        if state is not None and self._is_short(state):
             return "short_prompt"
         return ""
 
     def _store(self, chunk: _ChunkBlocks) -> None:
         """Plans the store of a chunk whose blocks are referenced, or holds it until there is a
         slot."""
+        try:
+            planned = self._session.credits[chunk.group] and not self._store_blocked_reason()
+            if planned:
+                self._add_planned(chunk)
+            else:
+                self._held.append(_HeldChunk(chunk, self._clock() + HELD_SECONDS))
+        except Exception:
+            self._free(chunk.blocks)
+            raise
         chunk.state.stores_in_flight += 1
         self._keys.add(chunk.key)
-        if self._session.credits[chunk.group] and not self._store_blocked_reason():
-            self._add_planned(chunk)
-        else:
-            self._held.append(_HeldChunk(chunk, self._clock() + HELD_SECONDS))
 
     def _add_planned(self, chunk: _ChunkBlocks) -> None:
         """Takes a slot for a chunk whose blocks are referenced. There must be a credit."""
@@ -395,7 +419,7 @@ class SchedulerStores:
 
         What cannot be reserved is dropped.
         """
-        planned, self._planned = self._planned, []
+        planned = self._planned
         if not planned:
             return []
         session = self._session
@@ -414,6 +438,8 @@ class SchedulerStores:
             current = []
         if current and not self._open:
             self._progress_at = self._clock()
+        # After an error before this line the planned stores are still there, and are dropped.
+        self._planned = []
         self._open.update((store.job.reservation, store) for store in current)
         if len(current) < len(planned):
             self._drop([each for each in planned if each.job.reservation not in self._open], "lost")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,11 +23,13 @@ from kvtier.config.models import Daemon, Live, LiveTier, Topology
 from kvtier.engines.common.model_identity import EngineIdentity
 from kvtier.planner import Planner
 from kvtier.processes import own_identity
+from kvtier.store.types import MEMORY_BIT, RAM_BITS
 from kvtier.tierd.client import ClientOptions, TierdClient
 from kvtier.tierd.liveness import hold_peer_lock
 from kvtier.tierd.replication import Replica
 from kvtier.tierd.wire import (
     PROTOCOL,
+    Arriving,
     Credits,
     Delta,
     EvictionNotice,
@@ -122,8 +124,8 @@ class TierdSession:
         private = topology.structural.daemon is Daemon.ENGINE
         connect = connect or partial(connect_scheduler, private=private)
         self.inbox: deque[Message | SessionLost] = deque()
-        """Bounded by tierd: one ``Promoted`` for each ``Promote``, credits only for used slots, and
-        live settings, which people change."""
+        """Bounded by tierd: one ``Promoted`` for each ``Promote``, a few ``Arriving``,
+        credits only for used slots, and live settings, which people change."""
         self.replica = Replica()
         self.replica_changes = 0
         """Rises with every delta. A key that was missing may be present afterwards."""
@@ -251,19 +253,29 @@ class TierdSession:
         """Returns the live values of a tier."""
         return self.live.tiers.get(self.tier_name(index)) or LiveTier()
 
+    @property
+    def tier_names(self) -> tuple[str, ...]:
+        """The names of all tiers, in order."""
+        return self._tier_names
+
+    def tier_bits(self, names: Container[str]) -> int:
+        """Returns the presence bits of the tiers with these names."""
+        bits = sum(MEMORY_BIT << i for i, name in enumerate(self._tier_names) if name in names)
+        return bits | RAM_BITS if bits & MEMORY_BIT else bits
+
     def tier_name(self, index: int) -> str:
         """Returns the name of a tier."""
         names = self._tier_names
         return names[index] if 0 <= index < len(names) else f"tier{index}"
 
-    def drain(self) -> Iterator[Promoted | SessionLost]:
+    def drain(self) -> Iterator[Promoted | Arriving | SessionLost]:
         """Applies the messages in the inbox; yields the events that loads and stores handle."""
         inbox = self.inbox
         if self._identify_unsent:
             self._send_identify()
         while inbox:
             message = inbox.popleft()
-            if isinstance(message, Promoted):
+            if isinstance(message, Promoted | Arriving):
                 yield message
             elif isinstance(message, LoadPinned):
                 self.pinned_loads.append((message.load, message.keys))

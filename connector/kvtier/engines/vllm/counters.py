@@ -46,8 +46,9 @@ COUNTERS = (
         "reason",
         (
             "address", "asleep", "block_table", "cancelled", "closing", "copy", "duplicate",
-            "epoch", "gone", "identity", "limit", "lost", "off", "partial", "unknown_report",
-            "unpinned",
+            "epoch", "error", "gone", "identity", "limit", "lost", "not_arrived", "off",
+            "partial",
+            "unknown_report", "unpinned",
         ),
     ),
     Metric(
@@ -55,7 +56,7 @@ COUNTERS = (
         "Promotions from secondary tiers, by outcome.",
         "outcome",
         (
-            "whole", "partial", "failed", "absent", "cancelled", "lost", "out_of_time",
+            "whole", "partial", "failed", "absent", "cancelled", "lost", "out_of_time", "early",
             "ram_slower_than_recomputing", "too_many_waiting",
         ),
     ),
@@ -65,8 +66,8 @@ COUNTERS = (
         "reason",
         (
             "blocks_gone", "in_flight_blocks", "lost", "no_block_pool", "no_credit", "not_attached",
-            "off", "replica_incomplete", "reset", "short_prompt", "unknown_report",
-            "weights_stale", "weights_unknown", "worker_not_attached",
+            "off", "replica_incomplete", "reset", "short_prompt", "skip_store", "tiers",
+            "unknown_report", "weights_stale", "weights_unknown", "worker_not_attached",
         ),
     ),
     Metric(
@@ -75,7 +76,7 @@ COUNTERS = (
         "reason",
         (
             "adapter_replaced", "adapter_unreadable", "error", "not_read", "prompt_embeds", "reset",
-            "streaming_session",
+            "skip_load", "streaming_session",
         ),
     ),
     Metric("loaded_bytes", "Bytes copied from the memory tier to GPU memory."),
@@ -87,9 +88,11 @@ COUNTERS = (
         (
             "bad_addresses", "copy_errors", "duplicate_loads", "duplicate_requests",
             "duplicate_stores", "loads_failed", "loads_partial", "loads_reported_early", "lost",
-            "off", "pins_broken", "pool_failures", "refused", "shards_refused", "slots_reused",
-            "stores_aborted", "stores_dropped", "stores_stale", "stores_voided", "thread_failures",
-            "unknown_cancels", "unsent_dropped", "weights_hashed",
+            "lost_jobs", "off", "pins_broken", "pool_failures", "refused", "shards_refused",
+            "slots_reused",
+            "step_errors", "stores_aborted", "stores_dropped", "stores_stale", "stores_voided",
+            "thread_failures", "unexpected_reports", "unknown_cancels", "unsent_dropped",
+            "weights_hashed",
         ),
     ),
     Metric(
@@ -97,8 +100,9 @@ COUNTERS = (
         "Unexpected errors in connector hooks. Each turns KVTier off for a while.",
         "hook",
         (
-            "begin_step", "build_connector_meta", "build_connector_worker_meta",
-            "get_block_ids_with_load_errors", "get_external_cache_hit_sources", "get_finished",
+            "begin_step", "bind_gpu_block_pool", "build_connector_meta",
+            "build_connector_worker_meta",
+            "get_external_cache_hit_sources", "get_finished",
             "get_kv_connector_stats", "get_num_new_matched_tokens", "get_transfer_results",
             "has_pending_push_work", "on_new_request",
             "rearm", "register_kv_caches", "request_finished", "reset_cache", "restore_kv_caches",
@@ -106,6 +110,20 @@ COUNTERS = (
             "unregister_kv_caches", "update_connector_output", "update_state_after_alloc",
             "wait_for_save",
         ),
+    ),
+    Metric(
+        "rejected_hints",
+        "Requests whose hints were ignored because one of them is not valid, by reason.",
+        "reason",
+        (
+            "duplicate", "range", "too_many", "type", "unknown", "unknown_tier", "version",
+        ),
+    ),
+    Metric(
+        "prefetch_hints",
+        "Requests with the hint prefetch, by what came of it.",
+        "outcome",
+        ("nothing_missing", "not_ready", "started", "too_many"),
     ),
     Metric("rearms", "How often KVTier was used again some time after an unexpected error."),
     Metric(
@@ -115,6 +133,12 @@ COUNTERS = (
         ("ConfigurationError", "UnsupportedGeometryError", UNEXPECTED),
     ),
 )  # fmt: skip
+WITHOUT_TIERS = (
+    "processes_without_tiers",
+    "Processes of the engine, scheduler and ranks, in which KVTier is turned off now.",
+)
+"""Name and help of the gauge. Processes report changes of it: 1 when KVTier is turned off in one
+and -1 when it is used again."""
 LOAD_DURATION = (
     "load_duration_seconds",
     "Duration of loads, from the worker's receipt of the job to its report.",
@@ -134,7 +158,7 @@ def check(name: str, value: str) -> None:
 
     Names of tiers are not checked.
     """
-    if not strict:
+    if not strict or name == WITHOUT_TIERS[0]:
         return
     metric = BY_NAME.get(name)
     if metric is None or (metric.label != TIER and value not in metric.values):
