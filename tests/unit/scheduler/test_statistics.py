@@ -223,7 +223,14 @@ ATTRIBUTES = {
     "failures": "load_failures",
     "promotions": "promotions",
     "dropped": "dropped_stores",
+    "skipped": "skipped_requests",
     "outcomes": "prefetch_hints",
+}
+RETURNS = {
+    "_cannot_reference": "dropped_stores",
+    "_store_blocked_reason": "dropped_stores",
+    "_request_blocked_reason": "dropped_stores",
+    "initial_skip_reason": "skipped_requests",
 }
 NAMES = {"hook": "errors", "reason": "load_failures"}
 NOT_EVENTS = ("loaded_bytes", "stored_bytes", "loads_whole", "stores_delivered")
@@ -260,6 +267,8 @@ def _counted_by(node: ast.AST) -> Iterator[tuple[str, str]]:
         for target in targets:
             if isinstance(target, ast.Attribute) and target.attr == "stop_reason":
                 yield from (("load_failures", value) for value in _strings(node.value))
+            elif isinstance(target, ast.Attribute) and target.attr == "skip_reason":
+                yield from (("skipped_requests", value) for value in _strings(node.value))
             elif isinstance(target, ast.Name) and target.id in NAMES:
                 yield from ((NAMES[target.id], value) for value in _strings(node.value))
             elif isinstance(target, ast.Subscript) and isinstance(target.value, ast.Attribute):
@@ -268,13 +277,10 @@ def _counted_by(node: ast.AST) -> Iterator[tuple[str, str]]:
                     yield from ((counter, value) for value in _strings(target.slice))
     elif isinstance(node, ast.keyword) and node.arg == "reason":
         yield from (("load_failures", value) for value in _strings(node.value))
-    elif isinstance(node, ast.FunctionDef) and node.name in (
-        "_cannot_reference",
-        "_store_blocked_reason",
-    ):
+    elif isinstance(node, ast.FunctionDef) and node.name in RETURNS:
         for each in ast.walk(node):
             if isinstance(each, ast.Return) and each.value is not None:
-                yield from (("dropped_stores", value) for value in _strings(each.value))
+                yield from ((RETURNS[node.name], value) for value in _strings(each.value))
 
 
 def _strings(node: ast.AST) -> list[str]:

@@ -159,7 +159,7 @@ class RequestState:
             self._adapter_digest = digest
             return True
         if digest != "unknown" or self._adapter_digest is not None:
-            self.skip_reason = f"adapter_{digest}"
+            self.skip_reason = "adapter_replaced" if digest == "replaced" else "adapter_unreadable"
         return False
 
     def visible(self, bits: int) -> int:
@@ -240,3 +240,11 @@ def initial_skip_reason(request: Request) -> str:
         # A streaming session replaces tokens that were sampled; its hashes are not rolled back.
         return "streaming_session"
     return ""
+
+
+def reads_no_cache(request: Request) -> bool:
+    """Returns whether vLLM computes the whole prompt, so that nothing may be loaded.
+
+    Prompt log-probabilities and pooling over all tokens need the output at every position.
+    """
+    return bool(getattr(request, "skip_reading_prefix_cache", False))

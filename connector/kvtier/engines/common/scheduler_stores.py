@@ -143,7 +143,16 @@ class SchedulerStores:
             number for number, group in enumerate(planner.groups) if group.kind is GroupKind.FULL
         )
         self._progress_at = clock()
+        self._least_blocks = min(
+            (self._object_blocks(planner, group) for group in self._full_groups), default=0
+        )
         self._visited_chunks = 0
+        self._blocked = True
+
+    @staticmethod
+    def _object_blocks(planner: Planner, group: int) -> int:
+        first, stop = planner.object_range(group, 0)
+        return stop - first
 
     # Planning.
 
@@ -154,6 +163,34 @@ class SchedulerStores:
         while self._recently_committed and self._recently_committed[0][0] <= now:
             self._keys.discard(self._recently_committed.popleft()[1])
         self._plan_held(now)
+        self._blocked = bool(self._store_blocked_reason())
+
+    def can_plan(self) -> bool:
+        """Whether ``plan`` can store anything more in this step for a request that goes on.
+
+        While no slot is free, it spares a walk over the chunks that wait, for every request.
+        """
+        credits = self._session.credits
+        if self._blocked or not all(map(credits.__getitem__, self._full_groups)):
+            return False
+        in_flight = self._in_flight_blocks
+        return not in_flight or self._fits(in_flight + self._least_blocks)
+
+    def may_be_stored(self, state: RequestState) -> bool:
+        """Whether chunks of this request may be stored at all, as far as it says itself."""
+        return not self._request_blocked_reason(state) and not self._is_short(state)
+
+    def _is_short(self, state: RequestState) -> bool:
+        return state.prompt_tokens < self._session.live.min_store_tokens
+
+    def _request_blocked_reason(self, state: RequestState) -> str:
+        if state.hints.skip_store:
+            return "skip_store"
+        tiers = state.hints.tiers
+        # tierd decides where an object goes, and decides the same for every object.
+        if tiers is not None and not tiers.issuperset(self._session.tier_names):
+            return "tiers"
+        return ""
 
     def plan(
         self,
@@ -175,6 +212,9 @@ class SchedulerStores:
         # The frontier stays, so that a limit that is lowered has its effect on running requests.
         if blocked_reason and not finished:
             return
+        if blocked_reason in PASSING_REASONS:
+            # What is held is stored if the reason passes soon, as after a request of one step.
+            blocked_reason = ""
         replica = self._session.replica
         get_value, usable_bits, pending_keys = replica.get_value, replica.usable_bits, self._keys
         by_group = [
@@ -278,10 +318,13 @@ class SchedulerStores:
             return "no_block_pool"
         if len(ids) < expected or NULL_BLOCK in ids:
             return "blocks_gone"
-        after = self._in_flight_blocks + expected
-        if after > max(expected, len(pool.blocks) // MAX_CACHE_FRACTION):
+        if self._in_flight_blocks and not self._fits(self._in_flight_blocks + expected):
             return "in_flight_blocks"
         return ""
+
+    def _fits(self, blocks: int) -> bool:
+        """Whether so many blocks may be referenced."""
+        return self.pool is None or blocks <= len(self.pool.blocks) // MAX_CACHE_FRACTION
 
     def _touch(self, ids: Sequence[int]) -> list[Any]:
         pool = self.pool
@@ -300,14 +343,8 @@ class SchedulerStores:
 
     def _store_blocked_reason(self, state: RequestState | None = None) -> str:
         """Returns why no chunk, or none of this request, can be stored; empty if some can."""
-        if state is not None:
-            if state.hints.skip_store:
-                return "skip_store"
-            if state.hints.tiers is not None and not state.hints.tiers.issuperset(
-                self._session.tier_names
-            ):
-                # tierd decides where an object goes, and decides the same for every object.
-                return "tiers"
+        if state is not None and (reason := self._request_blocked_reason(state)):
+            return reason
         if self.pool is None:
             return "no_block_pool"
         session = self._session
@@ -319,7 +356,7 @@ class SchedulerStores:
             return "replica_incomplete"
         if self.worker_epoch is not None and self.worker_epoch != session.epoch:
             return "worker_not_attached"
-        if state is not None and state.prompt_tokens < session.live.min_store_tokens:
+        if state is not None and self._is_short(state):
             return "short_prompt"
         return ""
 

@@ -70,6 +70,15 @@ COUNTERS = (
             "unknown_report", "weights_stale", "weights_unknown", "worker_not_attached",
         ),
     ),
+    Metric(
+        "skipped_requests",
+        "Finished requests that took no part, or only stored, by reason.",
+        "reason",
+        (
+            "adapter_replaced", "adapter_unreadable", "error", "not_read", "prompt_embeds", "reset",
+            "skip_load", "streaming_session",
+        ),
+    ),
     Metric("loaded_bytes", "Bytes copied from the memory tier to GPU memory."),
     Metric("stored_bytes", "Bytes copied from GPU memory to the memory tier."),
     Metric(

@@ -17,13 +17,13 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvtier.engines.common.lora import AdapterDigests
-from kvtier.engines.common.request_state import RequestState
+from kvtier.engines.common.request_state import RequestState, reads_no_cache
 from kvtier.engines.common.scheduler_stores import NULL_BLOCK, BlockPool, SchedulerStores
 from kvtier.engines.common.tierd_session import TierdSession
 from kvtier.engines.vllm.cost_estimates import PrefillEstimator, StepTokens
@@ -90,6 +90,8 @@ class KVTierConnectorScheduler:
         self._steps: deque[_BuiltStep] = deque()
         self._step = 0
         self._prompt_tokens = 0
+        self.skipped: Counter[str] = Counter()
+        """Finished requests that took no part, or only stored, by reason."""
         self._missing_pool_logged = False
 
     def start(self) -> None:
@@ -151,7 +153,7 @@ class KVTierConnectorScheduler:
         state.computed_tokens = num_computed_tokens
         if (
             state.hints.skip_load
-            or getattr(request, "skip_reading_prefix_cache", False)
+            or reads_no_cache(request)
             or not state.is_cacheable(self._adapters)
         ):
             self.loads.cancel_promotion(state)
@@ -216,7 +218,8 @@ class KVTierConnectorScheduler:
         block_tables = self._block_tables(output)
         offers = self._boundary_states(output)
         step = _BuiltStep(self._step)
-        step_tokens = StepTokens()
+        step_tokens, may_store = StepTokens(), self.stores.can_plan()
+        chunk_tokens = self._planner.chunk_tokens
         for request_id, scheduled_tokens in output.num_scheduled_tokens.items():
             state = self._states.get(request_id)
             if state is None:
@@ -234,13 +237,17 @@ class KVTierConnectorScheduler:
             frontier = state.frontier
             if self._planner.chunks(tokens) > frontier.next_chunk:
                 step.requests.append((state, frontier.generation, tokens))
-                storable = self._storable_chunks(state)
+                may_plan = may_store and self.stores.may_be_stored(state)
+                storable = self._storable_chunks(state) if may_plan else 0
                 if storable > frontier.next_chunk and state.is_cacheable(self._adapters):
                     self.stores.plan(state, block_tables(state), storable, finished=False)
-            if self._windows or self._state_groups:
+                    may_store = self.stores.can_plan()
+            if self._windows:
                 first = request.num_computed_tokens + (0 if admitted else 1)
-                self._reference_windows(state, range(first, tokens + 1), block_tables)
-                self._reference_states(state, tokens, offers.get(request_id, ()))
+                if tokens - tokens % chunk_tokens >= max(first, chunk_tokens):
+                    self._reference_windows(state, range(first, tokens + 1), block_tables)
+            if offers and request_id in offers:
+                self._reference_states(state, tokens, offers[request_id])
         self._update_heartbeat()
         self._steps.append(step)
         self.prefill.step_built(self._step, step_tokens)
@@ -317,8 +324,6 @@ class KVTierConnectorScheduler:
         """References the blocks of windows that end within ``ends`` (tokens) at a chunk."""
         planner, size = self._planner, self._planner.chunk_tokens
         first = max(1, -(-ends.start // size))
-        if not self._windows or first * size >= ends.stop:
-            return
         tables = block_tables(state)
         for chunk in range(first - 1, (ends.stop - 1) // size):
             for group in self._windows:
@@ -436,6 +441,12 @@ class KVTierConnectorScheduler:
         if state is None:
             return
         self.queue.remove(state)
+        if state.skip_reason:
+            self.skipped[state.skip_reason] += 1
+        elif reads_no_cache(request):
+            self.skipped["not_read"] += 1
+        elif state.hints.skip_load:
+            self.skipped["skip_load"] += 1
         loading = state.load_id != 0
         self.loads.on_request_finished(state)
         if loading or not store or not state.is_cacheable(self._adapters):
@@ -533,6 +544,8 @@ class KVTierConnectorScheduler:
         stats.observe_loads(counts.load_seconds)
         stats.add_all("dropped_stores", self.stores.dropped)
         self.stores.dropped.clear()
+        stats.add_all("skipped_requests", self.skipped)
+        self.skipped.clear()
         stats.add_all("rejected_hints", self._hints.rejected)
         self._hints.rejected.clear()
         stats.add_all("prefetch_hints", self.queue.outcomes)
