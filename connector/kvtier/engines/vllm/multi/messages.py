@@ -32,11 +32,12 @@ class LoadOrder:
 class MultiStepMetadata(KVConnectorMetadata):
     """One step, from the scheduler to the workers. ``children``: None if the child raised; its
     hooks are skipped in this step. ``loads``: by request, those that begin. ``preempted``: requests
-    that lost their blocks."""
+    that lost their blocks. ``wants_report``: the workers answer although they have no news."""
 
     children: tuple[KVConnectorMetadata | None, ...]
     loads: dict[str, LoadOrder] = field(default_factory=dict)
     preempted: frozenset[str] = frozenset()
+    wants_report: bool = False
 
 
 @dataclass(slots=True)

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 NOTHING: tuple[int | None, bool] = (0, False)
+SEND_GRACE_SECONDS = 600.0
+"""Blocks that a child keeps are released after this time if it has raised since it kept them, as
+its report may never come. vLLM's own lease of blocks for another engine takes 480 s."""
 
 
 @dataclass(slots=True)
@@ -87,11 +90,28 @@ class MultiSchedulerSide:
         self._sending: dict[str, dict[int, int]] = {}
         """By finished request and child that delays the release of its blocks: ranks that have
         reported."""
+        self._give_up_at: dict[tuple[str, int], float] = {}
+        """By finished request and child that has raised: when its report is not waited for."""
+        self._raised = [child.raised for child in children]
         self._partial_tails: dict[str, set[int]] = {}
         self._held: set[str] = set()
         """Requests that all children have sent, while a load still writes to their blocks."""
         counts: list[int | None] = [child.call("get_finished_count", None) for child in children]
         self._reports = [count or geometry.ranks for count in counts]
+
+    def _trouble(self, index: int) -> None:
+        """A child has raised, on either side."""
+        self.children[index].suspend()
+        self._raised[index] = self.children[index].raised
+        give_up_at = self._clock() + SEND_GRACE_SECONDS
+        for name, waiting in self._sending.items():
+            if index in waiting:
+                self._give_up_at.setdefault((name, index), give_up_at)
+
+    def _look_for_trouble(self) -> None:
+        for index, child in enumerate(self.children):
+            if child.raised != self._raised[index]:
+                self._trouble(index)
 
     # Lookups.
 
@@ -141,7 +161,7 @@ class MultiSchedulerSide:
         raised = child.raised
         answer = child.call("get_num_new_matched_tokens", NOTHING, request, computed_tokens)
         if child.raised != raised:
-            child.suspend()
+            self._trouble(index)
             state.outcomes[index] = "error"
             return NOTHING
         outcome = self._verdict(index, answer, request.num_tokens - computed_tokens)
@@ -182,9 +202,8 @@ class MultiSchedulerSide:
             raised = child.raised
             tokens = num_external_tokens if index == loader else 0
             child.call("update_state_after_alloc", None, request, blocks, tokens)
-            if child.raised != raised:
-                child.suspend()
-                unsure = unsure or index == loader
+            unsure = unsure or (index == loader and child.raised != raised)
+        self._look_for_trouble()
         self._count_lookup(state)
         if num_external_tokens <= 0:
             return
@@ -223,12 +242,10 @@ class MultiSchedulerSide:
 
     def build_connector_meta(self, output: SchedulerOutput) -> MultiStepMetadata:
         """Returns the children's messages of this step and the loads that begin in it."""
-        messages = []
-        for child in self.children:
-            raised = child.raised
-            messages.append(child.call("build_connector_meta", None, output))
-            if child.raised != raised:
-                child.suspend()
+        messages: list[Any] = [
+            child.call("build_connector_meta", None, output) for child in self.children
+        ]
+        self._look_for_trouble()
         loads, self._new_loads = self._new_loads, {}
         return MultiStepMetadata(
             children=tuple(messages),
@@ -239,6 +256,7 @@ class MultiSchedulerSide:
                 for name, order in loads.items()
             },
             preempted=frozenset(getattr(output, "preempted_req_ids", None) or ()),
+            wants_report=bool(self._give_up_at) and min(self._give_up_at.values()) <= self._clock(),
         )
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
@@ -250,6 +268,7 @@ class MultiSchedulerSide:
         report = found if isinstance(found, MultiWorkerReport) else None
         for index in report.dead if report is not None else ():
             self.children[index].turn_off("a worker could not start it")
+            self._trouble(index)
         invalid = set(output.invalid_block_ids or ())
         loads = dict(self._loads)
         for load in loads.values():
@@ -264,9 +283,9 @@ class MultiSchedulerSide:
         waiting = {name for name in complete if name in self._loads}
         self._held |= waiting
         output.finished_sending = (complete - waiting - passed_on) or None
+        for index in report.errors if report is not None else ():
+            self._trouble(index)
         for index, child in enumerate(self.children):
-            if report is not None and report.errors.get(index):
-                child.suspend()
             view = copy.copy(output)
             own = {name for name, load in loads.items() if load.order.child == index}
             view.finished_sending = sent[index] or None
@@ -283,6 +302,7 @@ class MultiSchedulerSide:
             )
             view.kv_cache_events = events.children[index] if events is not None else None
             child.call("update_connector_output", None, view)
+        self._look_for_trouble()
 
     def _take_received(self, reported: Iterable[str], failed: set[str]) -> Iterator[str]:
         """Ends asynchronous loads."""
@@ -331,9 +351,17 @@ class MultiSchedulerSide:
                 waiting[index] += ranks
                 if waiting[index] >= self._reports[index]:
                     finished[index].add(name)
-                    del waiting[index]
-                    if not waiting:
-                        del self._sending[name]
+        now = self._clock()
+        for (name, index), when in list(self._give_up_at.items()):
+            if now >= when:
+                self.stats.count("multi_abandoned_sends", self.children[index].name)
+                finished[index].add(name)
+        for index, names in enumerate(finished):
+            for name in names:
+                self._give_up_at.pop((name, index), None)
+                del self._sending[name][index]
+                if not self._sending[name]:
+                    del self._sending[name]
         return finished
 
     # Ends.
@@ -360,10 +388,9 @@ class MultiSchedulerSide:
         answered = False
         nothing: tuple[bool, dict[str, Any] | None] = (False, None)
         for index, child in enumerate(self.children):
-            if isinstance(child.connector, SupportsHMA):
-                hook, ids = "request_finished_all_groups", block_ids
-            else:
-                hook, ids = "request_finished", block_ids[0]
+            hybrid = isinstance(child.connector, SupportsHMA)
+            hook = "request_finished_all_groups" if hybrid else "request_finished"
+            ids = block_ids if hybrid else block_ids[0]
             keeps, parameters = child.call(hook, nothing, request, ids)
             if keeps:
                 keepers.add(index)
@@ -391,5 +418,6 @@ class MultiSchedulerSide:
             "loads": len(self._loads),
             "sending": len(self._sending),
             "held": len(self._held),
+            "given_up": len(self._give_up_at),
             "partial_tails": len(self._partial_tails),
         }

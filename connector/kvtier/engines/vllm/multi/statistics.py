@@ -61,6 +61,11 @@ MULTI_COUNTERS = (
     MultiMetric("multi_loaded_tokens", "Tokens that the connector loaded without a failure."),
     MultiMetric("multi_errors", "Exceptions that the connector raised, by hook.", "hook", ()),
     MultiMetric(
+        "multi_abandoned_sends",
+        "Finished requests whose blocks were released although the connector, which has raised, "
+        "has not reported that it needs them no more.",
+    ),
+    MultiMetric(
         "multi_unexpected_reports",
         "Reports of the connector that were dropped, because vLLM does not wait for them.",
         "kind",
@@ -85,7 +90,7 @@ class MultiStats(KVConnectorStats):
         self.own = own if own is not None else {}
 
     @property
-    def data(self) -> dict[str, Any]:  # type: ignore[override]
+    def data(self) -> dict[str, Any]:
         """The plain form, which crosses processes. vLLM 0.24 reads it."""
         children = {}
         for name, stats in self.children.items():

@@ -68,6 +68,7 @@ class MultiWorkerSide:
         self._raised = [child.raised for child in children]
         self._load_errors = [child.load_errors for child in children]
         self._owes_preemptions = False
+        self._report_wanted = False
         self._sent: list[Counter[str]] = [Counter() for _ in children]
         self._synchronous: dict[str, bool] = {}
         self._invalid_blocks: set[int] = set()
@@ -99,6 +100,7 @@ class MultiWorkerSide:
             # The engine told ids only. Before the step's kernels is early enough.
             self._owes_preemptions = False
             self._tell_preemptions(message, frozenset())
+        self._report_wanted = message.wants_report
         self._bound = []
         for child, own in zip(self.children, message.children, strict=True):
             if own is None or child.connector is None:
@@ -214,7 +216,7 @@ class MultiWorkerSide:
                 self._raised[index] = child.raised
         sent, self._sent = self._sent, [Counter() for _ in self.children]
         synchronous, self._synchronous = self._synchronous, {}
-        news = errors or synchronous or any(sent) or dead != self._told_dead
+        news = self._report_wanted or errors or synchronous or any(sent) or dead != self._told_dead
         if not news and all(each is None for each in children):
             return None
         self._told_dead = dead

@@ -1,0 +1,108 @@
+"""Random schedules of vLLM's own scheduler with several connectors.
+
+Whatever the children do, aborts and preemptions among it: no request reads KV that is not its own,
+none is forgotten, no block leaks, and no block that a child keeps changes.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from random import Random
+
+import pytest
+from tests.support.multi_world import BLOCK, MultiWorld, WrongByteError
+from tests.support.scripted_connector import Script
+
+SCHEDULES = 150
+BATCHES = 6
+MAX_STEPS = 300
+RAISING = (
+    "bind_connector_metadata", "build_connector_meta", "get_block_ids_with_load_errors",
+    "get_num_new_matched_tokens", "get_transfer_results", "handle_preemptions",
+    "request_finished_all_groups", "save_kv_layer", "start_load_kv", "update_state_after_alloc",
+    "wait_for_layer_load", "wait_for_save",
+)  # fmt: skip
+
+
+def _script(random: Random, *, raises: bool) -> Script:
+    hooks = random.sample(RAISING, 3) if raises else []
+    return Script(
+        random,
+        synchronous=random.random() < 0.25,
+        not_yet=random.choice((0.0, 0.0, 0.5, 0.95)),
+        fails=random.choice((0.0, 0.3, 1.0)),
+        fails_by_block=random.random() < 0.5,
+        keeps=random.choice((0.3, 0.9)),
+        moves=random.choice((0.3, 0.9)),
+        stray=random.choice((0.0, 0.3)),
+        raises=dict.fromkeys(hooks, random.choice((0.02, 0.2))),
+        late=random.random() < 0.5,
+    )
+
+
+def _prompt(random: Random) -> list[int]:
+    family, length = random.randrange(3), random.randrange(BLOCK, 9 * BLOCK)
+    shared = random.choice((length, length, random.randrange(length + 1)))
+    tokens = [family * 1_000 + position + 10 for position in range(shared)]
+    return tokens + [random.randrange(40_000, 50_000) for _ in range(length - shared)]
+
+
+def run_schedule(seed: int, directory: Path) -> MultiWorld:
+    """Runs one random schedule to its end. Raises ``AssertionError``."""
+    random = Random(seed)
+    trouble = seed % 3 == 0
+    scripts = {
+        f"child-{index}": _script(random, raises=trouble and random.random() < 0.6)
+        for index in range(random.choice((1, 2, 3)))
+    }
+    world = MultiWorld(
+        directory,
+        scripts,
+        random,
+        fields={name: {"weight": random.choice((0, 50, 100, 100))} for name in scripts},
+        extra={"max_wait_seconds": random.choice((0.0, 2.0))},
+        ranks=random.choice((1, 1, 2)),
+        blocks=random.choice((24, 40, 90)),
+        step_tokens=random.choice((48, 128)),
+        seqs=random.choice((2, 5)),
+        prefix_caching=random.random() < 0.4,
+    )
+    left, number = random.randrange(8, 20), 0
+    for _ in range(MAX_STEPS):
+        busy = len(world.scheduler.running) + len(world.scheduler.waiting) > 1
+        if left and random.random() < (0.05 if busy else 0.5):
+            left, number = left - 1, number + 1
+            world.add(f"r{number}", _prompt(random), random.choice((1, 3, 20)))
+        if not world.scheduler.running and random.random() < 0.5:
+            # What follows is not in GPU memory.
+            world.scheduler.reset_prefix_cache()
+        if world.requests and random.random() < 0.05:
+            world.abort(random.choice(sorted(world.requests)))
+        world.step(random.choice((0.1, 0.1, 20.0)))
+        if not left and not world.scheduler.requests:
+            break
+    world.drain()
+    assert len(world.finished) == number
+    return world
+
+
+@pytest.mark.parametrize("batch", range(BATCHES))
+def test_random_schedules_read_no_wrong_byte_and_forget_and_leak_nothing(
+    batch: int, directory: Path
+) -> None:
+    logging.getLogger("kvtier").setLevel(logging.CRITICAL)
+    loaded = sent = raised = recomputed = 0
+    for seed in range(batch, SCHEDULES, BATCHES):
+        try:
+            world = run_schedule(seed, directory)
+        except Exception as error:
+            raise AssertionError(f"schedule {seed}: {type(error).__name__}: {error}") from error
+        loaded += sum(script.loaded for script in world.scripts.values())
+        sent += sum(script.sent for script in world.scripts.values())
+        raised += sum(script.raised for script in world.scripts.values())
+        recomputed += world.recomputed
+    assert loaded > 20
+    assert sent > 20
+    assert raised > 5 or batch % 3
+    assert WrongByteError is not None
