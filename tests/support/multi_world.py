@@ -212,11 +212,13 @@ class MultiWorld:
 
     # Steps.
 
-    def step(self, seconds: float = 0.1) -> None:
-        """One step of the engine."""
+    def step(self, seconds: float = 0.5) -> None:
+        """One step of the engine. While something is loaded, time passes slowly: a child that has
+        raised must have stopped writing when its load is given up."""
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-        self.clock.now += seconds
+        loading = any(worker._worker_side.pending_loads for worker in self.workers)
+        self.clock.now += min(seconds, 0.5) if loading else seconds
         output = self.scheduler.schedule()
         read: dict[str, bool] = {}
         outputs = []

@@ -34,7 +34,7 @@ def _script(random: Random, *, raises: bool) -> Script:
         fails=random.choice((0.0, 0.3, 1.0)),
         fails_by_block=random.random() < 0.5,
         keeps=random.choice((0.3, 0.9)),
-        moves=random.choice((0.3, 0.9)),
+        moves=random.choice((0.5, 0.9)),
         stray=random.choice((0.0, 0.3)),
         raises=dict.fromkeys(hooks, random.choice((0.02, 0.2))),
         late=random.random() < 0.5,
@@ -79,7 +79,7 @@ def run_schedule(seed: int, directory: Path) -> MultiWorld:
             world.scheduler.reset_prefix_cache()
         if world.requests and random.random() < 0.05:
             world.abort(random.choice(sorted(world.requests)))
-        world.step(random.choice((0.1, 0.1, 20.0)))
+        world.step(random.choice((0.5, 0.5, 20.0)))
         if not left and not world.scheduler.requests:
             break
     world.drain()

@@ -18,7 +18,7 @@ from kvtier.engines.vllm.multi.statistics import MultiStats
 
 logger = logging.getLogger(__name__)
 
-GRACE_SECONDS = 10.0
+GRACE_SECONDS = 30.0
 """A load of a child that raised may still be writing to its blocks, so it is reported as failed
 only after this time, unless the child reports it before."""
 
