@@ -141,6 +141,27 @@ def test_every_label_set_exists_from_the_start_at_0() -> None:
     assert 'vllm:kvtier_load_failures_total{engine="1",model_name="m",reason="limit"} 1.0' in after
 
 
+def test_processes_without_tiers_go_up_and_down() -> None:
+    types = _Types()
+    metrics = _metrics(types)
+
+    def shown(engine: int) -> float | None:
+        labels = {"model_name": "m", "engine": str(engine)}
+        return types.registry.get_sample_value("vllm:kvtier_processes_without_tiers", labels)
+
+    assert (shown(0), shown(1)) == (0, 0)
+    reports = [KVTierStats(), KVTierStats()]
+    for report in reports:
+        report.add(counters.WITHOUT_TIERS[0])
+    # The scheduler's and a rank's.
+    metrics.observe(reports[0].aggregate(reports[1]).data, 1)
+    assert (shown(0), shown(1)) == (0, 2)
+    again = KVTierStats()
+    again.add(counters.WITHOUT_TIERS[0], -1)
+    metrics.observe(again.data, 1)
+    assert (shown(0), shown(1)) == (0, 1)
+
+
 def _series(text: str) -> list[str]:
     return [
         line.rpartition(" ")[0]
@@ -192,12 +213,18 @@ SOURCES = {
     "stop_all": ("load_failures", 0),
     "abandon": ("load_failures", 0),
     "_drain": ("load_failures", 0),
+    "_reject": ("rejected_hints", 1),
     "_drop": ("dropped_stores", 1),
     "_drop_held": ("dropped_stores", 1),
     "_drop_planned": ("dropped_stores", 0),
     "_guarded": ("errors", 0),
 }
-ATTRIBUTES = {"failures": "load_failures", "promotions": "promotions", "dropped": "dropped_stores"}
+ATTRIBUTES = {
+    "failures": "load_failures",
+    "promotions": "promotions",
+    "dropped": "dropped_stores",
+    "outcomes": "prefetch_hints",
+}
 NAMES = {"hook": "errors", "reason": "load_failures"}
 NOT_EVENTS = ("loaded_bytes", "stored_bytes", "loads_whole", "stores_delivered")
 
@@ -211,6 +238,8 @@ def counted() -> Iterator[tuple[str, str]]:
 
 
 def _counted_by(node: ast.AST) -> Iterator[tuple[str, str]]:
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "InvalidHintError":
+        yield from (("rejected_hints", value) for value in _strings(node.args[0]))
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         owner = ast.unparse(node.func.value)
         if node.func.attr in SOURCES:

@@ -295,6 +295,14 @@ class SchedulerStores:
 
     def _store_blocked_reason(self, state: RequestState | None = None) -> str:
         """Returns why no chunk, or none of this request, can be stored; empty if some can."""
+        if state is not None:
+            if state.hints.skip_store:
+                return "skip_store"
+            if state.hints.tiers is not None and not state.hints.tiers.issuperset(
+                self._session.tier_names
+            ):
+                # tierd decides where an object goes, and decides the same for every object.
+                return "tiers"
         if self.pool is None:
             return "no_block_pool"
         session = self._session

@@ -65,8 +65,8 @@ COUNTERS = (
         "reason",
         (
             "blocks_gone", "in_flight_blocks", "lost", "no_block_pool", "no_credit", "not_attached",
-            "off", "replica_incomplete", "reset", "short_prompt", "unknown_report",
-            "weights_stale", "weights_unknown", "worker_not_attached",
+            "off", "replica_incomplete", "reset", "short_prompt", "skip_store", "tiers",
+            "unknown_report", "weights_stale", "weights_unknown", "worker_not_attached",
         ),
     ),
     Metric("loaded_bytes", "Bytes copied from the memory tier to GPU memory."),
@@ -98,6 +98,20 @@ COUNTERS = (
             "wait_for_save",
         ),
     ),
+    Metric(
+        "rejected_hints",
+        "Requests whose hints were ignored because one of them is not valid, by reason.",
+        "reason",
+        (
+            "duplicate", "range", "too_many", "type", "unknown", "unknown_tier", "version",
+        ),
+    ),
+    Metric(
+        "prefetch_hints",
+        "Requests with the hint prefetch, by what came of it.",
+        "outcome",
+        ("nothing_missing", "not_ready", "started", "too_many"),
+    ),
     Metric("rearms", "How often KVTier was used again some time after an unexpected error."),
     Metric(
         "off",
@@ -106,6 +120,12 @@ COUNTERS = (
         ("ConfigurationError", "UnsupportedGeometryError", UNEXPECTED),
     ),
 )  # fmt: skip
+WITHOUT_TIERS = (
+    "processes_without_tiers",
+    "Processes of the engine, scheduler and ranks, in which KVTier is turned off now.",
+)
+"""Name and help of the gauge. Processes report changes of it: 1 when KVTier is turned off in one
+and -1 when it is used again."""
 LOAD_DURATION = (
     "load_duration_seconds",
     "Duration of loads, from the worker's receipt of the job to its report.",
@@ -125,7 +145,7 @@ def check(name: str, value: str) -> None:
 
     Names of tiers are not checked.
     """
-    if not strict:
+    if not strict or name == WITHOUT_TIERS[0]:
         return
     metric = BY_NAME.get(name)
     if metric is None or (metric.label != TIER and value not in metric.values):

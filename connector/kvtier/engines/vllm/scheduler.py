@@ -27,10 +27,10 @@ from kvtier.engines.common.request_state import RequestState
 from kvtier.engines.common.scheduler_stores import NULL_BLOCK, BlockPool, SchedulerStores
 from kvtier.engines.common.tierd_session import TierdSession
 from kvtier.engines.vllm.cost_estimates import PrefillEstimator, StepTokens
-from kvtier.engines.vllm.load_records import LoadCounts
 from kvtier.engines.vllm.metadata import StepMetadata, WorkerReport
 from kvtier.engines.vllm.metrics import KVTierStats
 from kvtier.engines.vllm.queued_prefixes import QueuedPrefixes
+from kvtier.engines.vllm.request_hints import HintReader
 from kvtier.engines.vllm.scheduler_loads import SchedulerLoads
 from kvtier.engines.vllm.weights_state import WeightsState
 from kvtier.planner import GroupKind, Planner
@@ -73,7 +73,7 @@ class KVTierConnectorScheduler:
         self.prefill = PrefillEstimator(clock)
         self.loads = SchedulerLoads(planner, session, self.prefill, clock)
         self.stores = SchedulerStores(planner, session, clock)
-        self.queue = QueuedPrefixes(planner, session, self.loads.new_id)
+        self.queue = QueuedPrefixes(planner, session, self.loads.new_id, clock)
         self._planner = planner
         self._windows = tuple(
             number
@@ -84,6 +84,7 @@ class KVTierConnectorScheduler:
             number for number, group in enumerate(planner.groups) if group.kind is GroupKind.STATE
         )
         self.weights = WeightsState(planner.ranks, clock)
+        self._hints = HintReader(lambda: session.tier_names, clock)
         self._adapters = adapters or AdapterDigests()
         self._states: dict[str, RequestState] = {}
         self._steps: deque[_BuiltStep] = deque()
@@ -146,8 +147,10 @@ class KVTierConnectorScheduler:
         if state.scheduled:
             state.drop_blocks()
         state.computed_tokens = num_computed_tokens
-        if getattr(request, "skip_reading_prefix_cache", False) or not state.is_cacheable(
-            self._adapters
+        if (
+            state.hints.skip_load
+            or getattr(request, "skip_reading_prefix_cache", False)
+            or not state.is_cacheable(self._adapters)
         ):
             self.loads.cancel_promotion(state)
             return 0, False
@@ -177,18 +180,23 @@ class KVTierConnectorScheduler:
 
         vLLM waits for a report in any case.
         """
-        self.loads.start_failing(self._state(request), block_ids[0] if block_ids else ())
+        self.loads.in_flight.start_failing(self._state(request), block_ids[0] if block_ids else ())
 
     def get_external_token_sources(self, request: Request) -> dict[int, int]:
         """Returns the tokens of a request's load in flight, by the tier where they were found."""
         state = self._states.get(str(request.request_id))
-        return {} if state is None else self.loads.token_sources(state)
+        return {} if state is None else self.loads.in_flight.token_sources(state)
 
     def _state(self, request: Request) -> RequestState:
         request_id = str(request.request_id)
         state = self._states.get(request_id)
         if state is None or state.request is not request:
-            state = self._states[request_id] = RequestState(request)
+            hints = self._hints.read(request)
+            state = self._states[request_id] = RequestState(request, hints)
+            if hints.tiers is not None:
+                state.tier_bits = self.session.tier_bits(hints.tiers)
+            if hints.prefetch:
+                self.queue.keep(state, self._adapters)
         return state
 
     # Steps.
@@ -241,12 +249,12 @@ class KVTierConnectorScheduler:
             logger.warning("KVTier: storing nothing: this vLLM does not expose its block pool")
         stores = self.stores.take_jobs()
         # Nothing after this line may raise: vLLM waits for a report of every load that was taken.
-        loads, cancelled = self.loads.take_jobs()
+        loads, cancelled = self.loads.in_flight.take_jobs()
         return StepMetadata(
             step=self._step,
             loads=loads,
             stores=stores,
-            pinned_loads=self.loads.take_pinned(),
+            pinned_loads=self.loads.in_flight.take_pinned(),
             idle=not output.num_scheduled_tokens,
             cancelled_loads=cancelled,
             identity=self.weights.number,
@@ -261,7 +269,7 @@ class KVTierConnectorScheduler:
         self._steps.clear()
         self.prefill.clear()
         self.stores.turn_off()
-        loads, cancelled = self.loads.take_jobs()
+        loads, cancelled = self.loads.in_flight.take_jobs()
         return StepMetadata(
             step=self._step,
             loads=loads,
@@ -386,7 +394,7 @@ class KVTierConnectorScheduler:
                 state.frontier.executed(generation, tokens)
         self.stores.on_step_executed(report.step, self._final_chunks)
         for result in report.loads:
-            self.loads.on_load_done(result)
+            self.loads.in_flight.on_load_done(result)
         if report.loads:
             self._update_heartbeat()
         self.stores.on_stores_done(report.stores_done)
@@ -402,7 +410,7 @@ class KVTierConnectorScheduler:
 
     def _update_heartbeat(self) -> None:
         """tierd reports which share of prompt tokens came from which tier."""
-        by_tier, previous = self.loads.loaded_tokens, self.session.heartbeat
+        by_tier, previous = self.loads.in_flight.loaded_tokens, self.session.heartbeat
         loaded = tuple(by_tier[tier] for tier in range(max(by_tier) + 1)) if by_tier else ()
         if (previous.prompt_tokens, previous.loaded_tokens) != (self._prompt_tokens, loaded):
             self.session.heartbeat = Heartbeat(
@@ -505,11 +513,11 @@ class KVTierConnectorScheduler:
     def has_pending_work(self) -> bool:
         """Returns whether an engine without requests should keep stepping, so that copies end."""
         self._begin_hook()
-        return self.stores.has_pending_work() or self.loads.has_pending_work()
+        return self.stores.has_pending_work() or self.loads.in_flight.has_pending_work()
 
     def collect_stats(self, stats: KVTierStats) -> None:
         """Moves the counts since the last call into ``stats``."""
-        counts, self.loads.counts = self.loads.counts, LoadCounts()
+        counts = self.loads.in_flight.take_counts()
         stats.add("offered_tokens", counts.offered_tokens)
         stats.add_all("loaded_tokens", counts.loaded_tokens)
         stats.add_all("load_failures", counts.failures)
@@ -517,12 +525,16 @@ class KVTierConnectorScheduler:
         stats.observe_loads(counts.load_seconds)
         stats.add_all("dropped_stores", self.stores.dropped)
         self.stores.dropped.clear()
+        stats.add_all("rejected_hints", self._hints.rejected)
+        self._hints.rejected.clear()
+        stats.add_all("prefetch_hints", self.queue.outcomes)
+        self.queue.outcomes.clear()
 
     def snapshot(self) -> dict[str, object]:
         """Returns the current state, for debugging and tests."""
         return {
             "requests": len(self._states),
-            "loads": self.loads.in_flight,
+            "loads": len(self.loads.in_flight),
             "stores": self.stores.in_flight,
             "replica": len(self.session.replica),
             "epoch": self.session.epoch,
