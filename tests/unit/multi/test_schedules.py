@@ -9,13 +9,17 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
-from tests.support.multi_world import BLOCK, MultiWorld, WrongByteError
+from tests.support.multi_world import BLOCK, MultiWorld
 from tests.support.scripted_connector import Script
 
-SCHEDULES = 150
-BATCHES = 6
+from kvtier.engines.vllm.multi import worker_side
+from kvtier.engines.vllm.multi.scheduler_side import MultiSchedulerSide
+
+SCHEDULES = 60
+BATCHES = 3
 MAX_STEPS = 300
 RAISING = (
     "bind_connector_metadata", "build_connector_meta", "get_block_ids_with_load_errors",
@@ -105,4 +109,30 @@ def test_random_schedules_read_no_wrong_byte_and_forget_and_leak_nothing(
     assert loaded > 20
     assert sent > 20
     assert raised > 5 or batch % 3
-    assert WrongByteError is not None
+
+
+@pytest.mark.parametrize("fault", ["the first child releases the blocks", "no grace"])
+def test_the_schedules_find_faults(
+    fault: str, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logging.getLogger("kvtier").setLevel(logging.CRITICAL)
+    if fault == "no grace":
+        monkeypatch.setattr(worker_side, "GRACE_SECONDS", 0.0)
+    else:
+        original = MultiSchedulerSide.request_finished
+
+        def forgets(self: Any, request: Any, block_ids: Any) -> Any:
+            answer = original(self, request, block_ids)
+            kept = self._sending.get(request.request_id, {})
+            for child in list(kept)[1:]:
+                del kept[child]
+            return answer
+
+        monkeypatch.setattr(MultiSchedulerSide, "request_finished", forgets)
+    with pytest.raises(AssertionError):
+        _run_all(directory)
+
+
+def _run_all(directory: Path) -> None:
+    for seed in range(SCHEDULES):
+        run_schedule(seed, directory)

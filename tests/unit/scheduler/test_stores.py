@@ -79,7 +79,7 @@ def test_nothing_is_stored_before_its_step_was_executed(testbed: SchedulerTestbe
 def test_nothing_is_stored_of_steps_that_vllm_has_turned_back(
     testbed: SchedulerTestbed, later_step: bool
 ) -> None:
-    # Another connector has loaded 128 tokens within the step, and a block of the second half failed.
+    # Another connector has loaded 128 tokens within the step, and failed for the second half.
     request = testbed.request(300)
     testbed.ask(request)
     testbed.build({"r": 300})
