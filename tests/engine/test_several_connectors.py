@@ -21,8 +21,7 @@ from kvtier.harness.engine_requests import NEW_TOKENS, ReferenceEngine
 from kvtier.harness.engine_testbed import BLOCK_TOKENS, CHUNK_TOKENS, EngineTestbed
 from kvtier.harness.tiny_model import prompt
 
-ROOT = Path(__file__).parents[2]
-SUPPORT = "tests.support"
+SUPPORT = Path(__file__).parents[1] / "support"
 PARAMETERS = {"do_remote_decode": True}
 
 
@@ -70,7 +69,7 @@ def _multi(testbed: EngineTestbed, *others: dict[str, Any], **weights: int) -> d
 def _handoff(shared: Path, engine: str, **extra: Any) -> dict[str, Any]:
     return {
         "kv_connector": "HandoffConnector",
-        "kv_connector_module_path": f"{SUPPORT}.handoff_connector",
+        "kv_connector_module_path": "handoff_connector",
         "name": "pd",
         "required": True,
         "kv_connector_extra_config": {"directory": str(shared), "engine": engine, **extra},
@@ -89,7 +88,7 @@ def pair(model: Path, payload: Path, scratch: Path) -> Iterator[Pair]:
         "weight": 10,
         "kv_connector_extra_config": {
             "spec_name": "CopyingSpec",
-            "spec_module_path": f"{SUPPORT}.offloading_on_cpu",
+            "spec_module_path": "offloading_on_cpu",
             "cpu_bytes_to_use": 8 << 20,
         },
     }
@@ -122,7 +121,7 @@ class _Testbed(EngineTestbed):
 
     def environment(self) -> dict[str, str]:
         found = super().environment()
-        paths = [found["PYTHONPATH"], str(ROOT)]
+        paths = [found["PYTHONPATH"], str(SUPPORT)]
         return {**found, "PYTHONPATH": os.pathsep.join(paths)}
 
 

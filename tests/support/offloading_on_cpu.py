@@ -1,7 +1,7 @@
 """vLLM's ``OffloadingConnector`` on the CPU engine, for tests: its scheduler side, managers and
 worker protocol are vLLM's; only the copies, which vLLM offers for accelerators, are plain ones.
 
-    {"spec_name": "CopyingSpec", "spec_module_path": "tests.support.offloading_on_cpu",
+    {"spec_name": "CopyingSpec", "spec_module_path": "offloading_on_cpu",
      "cpu_bytes_to_use": ...}
 """
 

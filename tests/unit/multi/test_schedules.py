@@ -111,13 +111,20 @@ def test_random_schedules_read_no_wrong_byte_and_forget_and_leak_nothing(
     assert raised > 5 or batch % 3
 
 
-@pytest.mark.parametrize("fault", ["the first child releases the blocks", "no grace"])
+@pytest.mark.parametrize("fault", ["the first child releases the blocks", "any report counts"])
 def test_the_schedules_find_faults(
     fault: str, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logging.getLogger("kvtier").setLevel(logging.CRITICAL)
-    if fault == "no grace":
-        monkeypatch.setattr(worker_side, "GRACE_SECONDS", 0.0)
+    if fault == "any report counts":
+        results, reported = worker_side._results, set()
+
+        def of_all(child: Any, finished: set[str]) -> Any:
+            sent, received, failed = results(child, finished)
+            reported.update(received)
+            return sent, set(reported), failed
+
+        monkeypatch.setattr(worker_side, "_results", of_all)
     else:
         original = MultiSchedulerSide.request_finished
 
