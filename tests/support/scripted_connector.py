@@ -1,6 +1,6 @@
 """A KV connector for tests that keeps KV in a dictionary and does what its script says: answers
 "not yet", loads synchronously or over several steps, fails, raises, keeps the blocks of finished
-requests, and reports what nobody waits for.
+requests, and reports what vLLM does not wait for.
 
 Alone it obeys vLLM's contract, so what goes wrong is the fault of what stands between. It reads the
 blocks that it keeps over several steps and checks them, so blocks that are freed early are noticed.
@@ -245,7 +245,7 @@ class ScriptedConnector(KVConnectorBase_V1, SupportsHMA):
         if random.random() < self.script.stray:
             # As a P/D connector does that only releases blocks elsewhere.
             busy = {load.name for load in self.loads}
-            results.finished_recving |= {random.choice(["nobody", *self.seen[-3:]])} - busy
+            results.finished_recving |= {random.choice(["unknown", *self.seen[-3:]])} - busy
         return results
 
     def _sent(self, send: Send) -> None:
