@@ -33,7 +33,7 @@ its report may never come. vLLM's own lease of blocks for another engine takes 4
 
 
 @dataclass(slots=True)
-class _Lookup:
+class _RequestChoice:
     """One request, from its first lookup until vLLM finishes it.
 
     ``outcomes``: by child, what its last answer led to. ``failed``: children that have failed to
@@ -54,7 +54,7 @@ class _ActiveLoad:
 
     order: LoadOrder
     tokens: int
-    lookup: _Lookup
+    lookup: _RequestChoice
     failed: bool = False
 
 
@@ -84,7 +84,7 @@ class MultiSchedulerSide:
         self._max_wait_seconds = max_wait_seconds
         self.stats = stats
         self._clock = clock
-        self._lookups: dict[str, _Lookup] = {}
+        self._lookups: dict[str, _RequestChoice] = {}
         self._loads: dict[str, _ActiveLoad] = {}
         self._new_loads: dict[str, LoadOrder] = {}
         self._sending: dict[str, dict[int, int]] = {}
@@ -122,7 +122,7 @@ class MultiSchedulerSide:
 
         A child that answers "not yet" is waited for only if no other child has anything.
         """
-        state = self._lookups.setdefault(str(request.request_id), _Lookup())
+        state = self._lookups.setdefault(str(request.request_id), _RequestChoice())
         state.chosen, state.computed_tokens = -1, num_computed_tokens
         state.outcomes.clear()
         best_score, best = 0, NOTHING
@@ -139,7 +139,7 @@ class MultiSchedulerSide:
             return None, False
         return best
 
-    def _waits(self, state: _Lookup) -> bool:
+    def _waits(self, state: _RequestChoice) -> bool:
         if "not_yet" not in state.outcomes.values():
             return False
         now = self._clock()
@@ -148,7 +148,7 @@ class MultiSchedulerSide:
         return now - state.waiting_since < self._max_wait_seconds
 
     def _ask(
-        self, state: _Lookup, index: int, request: Request, computed_tokens: int
+        self, state: _RequestChoice, index: int, request: Request, computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Returns a child's answer, or ``NOTHING`` if it cannot be used."""
         child = self.children[index]
@@ -195,7 +195,7 @@ class MultiSchedulerSide:
     ) -> None:
         """Tells the chosen child to load, and the others that they do not."""
         name = str(request.request_id)
-        state = self._lookups.setdefault(name, _Lookup())
+        state = self._lookups.setdefault(name, _RequestChoice())
         loader = state.chosen if num_external_tokens > 0 else -1
         unsure = False
         for index, child in enumerate(self.children):
@@ -216,14 +216,14 @@ class MultiSchedulerSide:
         self._new_loads[name] = order
         self._loads[name] = _ActiveLoad(order, num_external_tokens, state)
 
-    def _count_lookup(self, state: _Lookup) -> None:
+    def _count_lookup(self, state: _RequestChoice) -> None:
         for index, outcome in state.outcomes.items():
             self.stats.count("multi_lookups", self.children[index].name, outcome)
         state.outcomes.clear()
         state.waiting_since = None
 
     def _loaded_blocks(
-        self, block_ids: Sequence[Sequence[int]], state: _Lookup, tokens: int
+        self, block_ids: Sequence[Sequence[int]], state: _RequestChoice, tokens: int
     ) -> frozenset[int]:
         """The blocks that a load writes. With several groups, all of the request."""
         if len(block_ids) != 1:
