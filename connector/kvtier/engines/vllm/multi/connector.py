@@ -87,11 +87,7 @@ class WeightedMultiConnector(KVConnectorBase_V1, SupportsHMA):
         groups = kv_cache_config.kv_cache_groups
         self._scheduler_side = MultiSchedulerSide(
             self._children if role is KVConnectorRole.SCHEDULER else (),
-            SchedulerGeometry(
-                int(groups[0].kv_cache_spec.block_size) if groups else 1,
-                len(groups),
-                int(vllm_config.parallel_config.world_size),
-            ),
+            _geometry(vllm_config, kv_cache_config),
             settings.max_wait_seconds,
             self._stats,
             self._clock,
@@ -466,3 +462,12 @@ class WeightedMultiConnector(KVConnectorBase_V1, SupportsHMA):
             child.must_reset = not done
             success = success and done
         return success
+
+
+def _geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> SchedulerGeometry:
+    groups, parallel = kv_cache_config.kv_cache_groups, vllm_config.parallel_config
+    block_tokens = int(groups[0].kv_cache_spec.block_size) if groups else 1
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        # A block id stands for the blocks of all ranks that share a context.
+        block_tokens *= int(getattr(parallel, name, 1) or 1)
+    return SchedulerGeometry(block_tokens, len(groups), int(parallel.world_size))

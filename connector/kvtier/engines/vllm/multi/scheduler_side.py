@@ -292,9 +292,12 @@ class MultiSchedulerSide:
             view.finished_recving = {name for name in received if name in own} or None
             if hasattr(view, "failed_recving"):
                 view.failed_recving = failed & own
-            view.invalid_block_ids = invalid & {
-                block for name in own for block in loads[name].order.blocks
-            }
+            view.invalid_block_ids = set()
+            if invalid:
+                written: set[int] = set()
+                view.invalid_block_ids = invalid & written.union(
+                    *(loads[name].order.blocks for name in own)
+                )
             view.kv_connector_worker_meta = report.children[index] if report else None
             stats, events = output.kv_connector_stats, output.kv_cache_events
             view.kv_connector_stats = (

@@ -202,7 +202,8 @@ class MultiWorkerSide:
         for name, load in done.items():
             del self._loads[name]
             self._synchronous[name] = load.failed
-            if load.failed and invalid.isdisjoint(load.order.blocks):
+            if load.give_up_at is not None:
+                # The child has raised, so none of its blocks can be trusted.
                 invalid |= load.order.blocks
 
     def report(self) -> MultiWorkerReport | None:
