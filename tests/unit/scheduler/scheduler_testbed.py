@@ -404,6 +404,7 @@ class SchedulerTestbed:
         loads: Iterable[LoadResult] = (),
         done: dict[int, int] | None = None,
         epoch: int | None = None,
+        recomputes: bool = False,
     ) -> None:
         """The workers have executed ``step`` (default: all that was built)."""
         self.scheduler.update_connector_output(
@@ -414,7 +415,8 @@ class SchedulerTestbed:
                 attached_epoch=self.client.epoch if epoch is None else epoch,
                 identity=self.built.identity,
                 weights=self.fingerprints() if self.built.report_weights else (),
-            )
+            ),
+            recomputes=recomputes,
         )
 
     def fingerprints(self) -> tuple[tuple[int, str, str], ...]:

@@ -78,6 +78,28 @@ def test_nothing_is_stored_before_its_step_was_executed(testbed: SchedulerTestbe
     assert testbed.build({"r": 1}).stores == []
 
 
+@pytest.mark.parametrize("later_step", [False, True], ids=["in the step", "one step later"])
+def test_nothing_is_stored_of_steps_that_vllm_has_turned_back(
+    testbed: SchedulerTestbed, later_step: bool
+) -> None:
+    # Another connector has loaded 128 tokens within the step, and failed for the second half.
+    request = testbed.request(300)
+    testbed.ask(request)
+    testbed.build({"r": 300})
+    first = testbed.step
+    if later_step:
+        # Async scheduling: the next step was built before the first one's output was known.
+        request.append(1)
+        testbed.build({"r": 1})
+    request.num_computed_tokens = 64
+    testbed.report(first, recomputes=True)
+    if later_step:
+        testbed.report()
+    assert testbed.build({"r": 236}).stores == []
+    testbed.report()
+    assert chunks_of(testbed, testbed.build({"r": 1}).stores) == [0, 1, 2, 3]
+
+
 def test_whole_chunks_are_stored_once_their_step_was_executed(testbed: SchedulerTestbed) -> None:
     request = _computed(testbed)
     stores = testbed.build({"r": 1}).stores

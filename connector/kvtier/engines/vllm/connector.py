@@ -437,6 +437,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
                 None,
                 self._scheduler.update_connector_output,
                 connector_output.kv_connector_worker_meta,
+                recomputes=bool(getattr(connector_output, "invalid_block_ids", None)),
             )
 
     def request_finished(

@@ -386,8 +386,13 @@ class KVTierConnectorScheduler:
                     known.extend(fresh)
         return lambda state: state.block_ids
 
-    def update_connector_output(self, report: object) -> None:
-        """Takes the workers' aggregated report of a step."""
+    def update_connector_output(self, report: object, *, recomputes: bool = False) -> None:
+        """Takes the workers' aggregated report of a step.
+
+        ``recomputes``: vLLM has turned requests back to before blocks that could not be loaded.
+        """
+        if recomputes:
+            self._drop_turned_back()
         if not isinstance(report, WorkerReport):
             return
         try:
@@ -420,6 +425,15 @@ class KVTierConnectorScheduler:
             raise error
         if report.loads:
             self._update_heartbeat()
+
+    def _drop_turned_back(self) -> None:
+        """A connector beside KVTier has failed to load within a step, so what the step computed
+        from these blocks is wrong: none of it is stored, and the request counts from the start."""
+        for step in self._steps:
+            for state, generation, tokens in step.requests:
+                current = generation == state.frontier.generation
+                if current and state.request.num_computed_tokens < tokens:
+                    state.frontier.lose_blocks()
 
     def _update_heartbeat(self) -> None:
         """tierd reports which share of prompt tokens came from which tier."""
