@@ -78,6 +78,7 @@ class RequestState:
         "block_ids",
         "cached_match",
         "computed_tokens",
+        "described_chunks",
         "frontier",
         "hints",
         "load_end",
@@ -126,6 +127,8 @@ class RequestState:
         self.load_end: int | None = None
         """After a first failed load, one more may be offered, up to this chunk: it is shorter than
         what the failed one had loaded."""
+        self.described_chunks = 0
+        """How many of its chunks the events for routers know."""
         self.stores_in_flight = 0
         self.store_wait_started_at: float | None = None
         self.block_ids: list[list[int]] = []

@@ -418,6 +418,11 @@ class SchedulerStores:
             self._release(store)
             self._recently_committed.append((now + RECENTLY_COMMITTED_SECONDS, store.key))
 
+    def awaits_presence(self) -> bool:
+        """Returns whether tierd has not yet announced a store that ended a moment ago."""
+        now, get_value = self._clock(), self._session.replica.get_value
+        return any(now < until and not get_value(key, 0) for until, key in self._recently_committed)
+
     def _release(self, store: OpenStore | _ChunkBlocks) -> None:
         store.state.stores_in_flight -= 1
         self._free(store.blocks)

@@ -93,7 +93,7 @@ COUNTERS = (
             "get_kv_connector_stats", "get_num_new_matched_tokens", "get_transfer_results",
             "has_pending_push_work", "on_new_request",
             "rearm", "register_kv_caches", "request_finished", "reset_cache", "restore_kv_caches",
-            "shutdown", "start_load_kv",
+            "shutdown", "start_load_kv", "take_events",
             "unregister_kv_caches", "update_connector_output", "update_state_after_alloc",
             "wait_for_save",
         ),
@@ -111,6 +111,14 @@ COUNTERS = (
         "Requests with the hint prefetch, by what came of it.",
         "outcome",
         ("nothing_missing", "not_ready", "started", "too_many"),
+    ),
+    Metric("kv_events", "KV events for routers, by event.", "event", ("removed", "stored")),
+    Metric(
+        "dropped_kv_events",
+        "Chunks that routers are not told of although a tier may hold them, and events without a "
+        "place in the queue, by reason.",
+        "reason",
+        ("not_described", "queue_full", "table_full"),
     ),
     Metric("rearms", "How often KVTier was used again some time after an unexpected error."),
     Metric(

@@ -27,6 +27,7 @@ from kvtier.engines.common.request_state import RequestState
 from kvtier.engines.common.scheduler_stores import NULL_BLOCK, BlockPool, SchedulerStores
 from kvtier.engines.common.tierd_session import TierdSession
 from kvtier.engines.vllm.cost_estimates import PrefillEstimator, StepTokens
+from kvtier.engines.vllm.kv_events import KVEvents
 from kvtier.engines.vllm.metadata import StepMetadata, WorkerReport
 from kvtier.engines.vllm.metrics import KVTierStats
 from kvtier.engines.vllm.queued_prefixes import QueuedPrefixes
@@ -74,6 +75,8 @@ class KVTierConnectorScheduler:
         self.loads = SchedulerLoads(planner, session, self.prefill, clock)
         self.stores = SchedulerStores(planner, session, clock)
         self.queue = QueuedPrefixes(planner, session, self.loads.new_id, clock)
+        self.events: KVEvents | None = None
+        """Set before ``start`` if the engine publishes KV events."""
         self._planner = planner
         self._windows = tuple(
             number
@@ -207,6 +210,9 @@ class KVTierConnectorScheduler:
         self._step += 1
         self.queue.prefetch(self._adapters)
         self.stores.begin_step()
+        events = self.events
+        if events is not None:
+            events.begin_step()
         for request_id in output.preempted_req_ids or ():
             state = self._states.get(request_id)
             if state is not None and state.scheduled:
@@ -230,6 +236,8 @@ class KVTierConnectorScheduler:
                 continue
             tokens = request.num_computed_tokens + scheduled_tokens
             frontier = state.frontier
+            if events is not None and state.is_cacheable(self._adapters):
+                events.describe(state, self._planner.chunks(self._hashed_tokens(state)))
             if self._planner.chunks(tokens) > frontier.next_chunk:
                 step.requests.append((state, frontier.generation, tokens))
                 storable = self._storable_chunks(state)
@@ -425,7 +433,14 @@ class KVTierConnectorScheduler:
             for other, generation, tokens in self._steps[0].requests:
                 if other is state:
                     frontier.executed(generation, tokens)
+        if self.events is not None:
+            chunks = self._planner.chunks(self._hashed_tokens(state))
+            self.events.describe(state, chunks, at_end=True)
         self.stores.plan(state, block_ids, self._storable_chunks(state), finished=True)
+
+    def take_events(self) -> list[object]:
+        """Returns the KV events since the last step."""
+        return self.events.take() if self.events is not None else []
 
     def reset_cache(self) -> bool:
         """vLLM resets the caches of connectors. Objects of the weights that the engine has now
@@ -464,6 +479,8 @@ class KVTierConnectorScheduler:
         What requests have computed so far is never stored.
         """
         self.weights.rise(reset=reset)
+        if reset and self.events is not None:
+            self.events.announce_again()
         logger.info("KVTier: identity %d: %s", self.weights.number, cause)
         self.session.suspend(assumed=self.weights.assumed)
         self.stores.reset()
@@ -499,6 +516,8 @@ class KVTierConnectorScheduler:
     def has_pending_work(self) -> bool:
         """Returns whether an engine without requests should keep stepping, so that copies end."""
         self._begin_hook()
+        if self.events is not None and (self.events.pending or self.stores.awaits_presence()):
+            return True
         return self.stores.has_pending_work() or self.loads.in_flight.has_pending_work()
 
     def collect_stats(self, stats: KVTierStats) -> None:
@@ -515,6 +534,11 @@ class KVTierConnectorScheduler:
         self._hints.rejected.clear()
         stats.add_all("prefetch_hints", self.queue.outcomes)
         self.queue.outcomes.clear()
+        if self.events is not None:
+            stats.add_all("kv_events", self.events.counts)
+            stats.add_all("dropped_kv_events", self.events.dropped)
+            self.events.counts.clear()
+            self.events.dropped.clear()
 
     def snapshot(self) -> dict[str, object]:
         """Returns the current state, for debugging and tests."""
