@@ -7,8 +7,9 @@ makes a step only on command, so a test can stop it between any two steps.
 
 Commands (``do``), with their arguments:
 
-``add {name, prompt, max_tokens, salt?, lora?, priority?}``
-    queues a request; nothing runs yet. ``lora``: {name, number, path, inplace?}.
+``add {name, prompt, max_tokens, salt?, lora?, transfer?}``
+    queues a request; nothing runs yet. ``lora``: {name, number, path, inplace?}. ``transfer``: its
+    ``kv_transfer_params``.
 ``step {count=1}``
     makes steps; returns the requests that finished: {id: {tokens, cached, reason}}.
 ``finish {ids, seconds=90}``
@@ -88,7 +89,13 @@ class Driver:
         return self.names.get(internal, internal)
 
     def add(
-        self, name: str, prompt: list[int], max_tokens: int, salt: str = "", lora: Any = None
+        self,
+        name: str,
+        prompt: list[int],
+        max_tokens: int,
+        salt: str = "",
+        lora: Any = None,
+        transfer: dict[str, Any] | None = None,
     ) -> None:
         """Queues one request."""
         from vllm import SamplingParams
@@ -103,7 +110,11 @@ class Driver:
                 lora["name"], lora["number"], lora["path"], load_inplace=lora.get("inplace", False)
             )
         parameters = SamplingParams(
-            temperature=0, detokenize=False, ignore_eos=True, max_tokens=max_tokens
+            temperature=0,
+            detokenize=False,
+            ignore_eos=True,
+            max_tokens=max_tokens,
+            extra_args={"kv_transfer_params": transfer} if transfer else None,
         )
         internal = self.engine.add_request(name, content, parameters, lora_request=adapter)
         self.names[internal or name] = name

@@ -224,6 +224,8 @@ ATTRIBUTES = {
     "promotions": "promotions",
     "dropped": "dropped_stores",
     "outcomes": "prefetch_hints",
+    "unannounced": "dropped_kv_events",
+    "counts": "kv_events",
 }
 NAMES = {"hook": "errors", "reason": "load_failures"}
 NOT_EVENTS = ("loaded_bytes", "stored_bytes", "loads_whole", "stores_delivered")

@@ -174,7 +174,7 @@ class KVEvents:
         specs: Sequence[GroupSpec],
         types: EventTypes,
     ) -> None:
-        self.dropped: Counter[str] = Counter()
+        self.unannounced: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
         """Of events, since they were last collected."""
         self._planner = planner
@@ -184,9 +184,8 @@ class KVEvents:
         self._specs = tuple(specs)
         self._types = types
         self._named_owners = "ownership" in types.stored_fields
-        self._held: OrderedDict[bytes, _Chunk] = OrderedDict()
-        """Chunks of which something is announced."""
-        self._absent: OrderedDict[bytes, _Chunk] = OrderedDict()
+        self._chunks: OrderedDict[bytes, _Chunk] = OrderedDict()
+        """Those that no request has had for the longest time come first."""
         self._bytes = 0
         self._compare: Iterator[bytes] | None = None
         """The rest of all described chunks, after changes were lost."""
@@ -196,7 +195,7 @@ class KVEvents:
 
     def _is_described(self, key: bytes) -> bool:
         """Any thread."""
-        return key in self._held or key in self._absent
+        return key in self._chunks
 
     # Descriptions.
 
@@ -216,13 +215,12 @@ class KVEvents:
         self._described += max(0, stop - state.described_chunks)
         state.described_chunks = max(stop, state.described_chunks)
         if at_end and stop < chunks:
-            self.dropped["not_described"] += chunks - stop
+            self.unannounced["not_described"] += chunks - stop
 
     def _describe(self, state: RequestState, group: int, chunk: int, key: bytes) -> None:
-        for table in (self._held, self._absent):
-            if key in table:
-                table.move_to_end(key)
-                return
+        if key in self._chunks:
+            self._chunks.move_to_end(key)
+            return
         request, planner = state.request, self._planner
         size = planner.groups[group].block_tokens
         first, stop = planner.object_range(group, chunk)
@@ -243,7 +241,7 @@ class KVEvents:
             request.lora_request,
             extra_keys if extra_keys and any(extra_keys) else None,
         )
-        self._absent[key] = described
+        self._chunks[key] = described
         self._bytes += described.size
         # Its presence may have been announced before it was described.
         self._changes.keys.append(key)
@@ -251,26 +249,23 @@ class KVEvents:
             self._forget_oldest()
 
     def _forget_oldest(self) -> None:
-        if self._absent:
-            _, chunk = self._absent.popitem(last=False)
-        else:
-            _, chunk = self._held.popitem(last=False)
-            self.dropped["table_full"] += 1
-            events: list[Any] = []
-            self._removed({(chunk.group, chunk.announced): [chunk]}, events)
-            for event in events:
-                if len(self._waiting) < MAX_WAITING_EVENTS:
-                    self._waiting.append(event)
-                else:
-                    self.dropped["queue_full"] += 1
+        _, chunk = self._chunks.popitem(last=False)
         self._bytes -= chunk.size
+        if not chunk.announced:
+            return
+        self.unannounced["table_full"] += 1
+        events: list[Any] = []
+        self._removed({(chunk.group, chunk.announced): [chunk]}, events)
+        for event in events:
+            if len(self._waiting) < MAX_WAITING_EVENTS:
+                self._waiting.append(event)
+            else:
+                self.unannounced["queue_full"] += 1
 
     def announce_again(self) -> None:
         """vLLM has told the routers that every block is gone. The tiers' blocks are not."""
-        for key, chunk in self._held.items():
+        for chunk in self._chunks.values():
             chunk.announced = 0
-            self._absent[key] = chunk
-        self._held.clear()
         self._changes.all_changed = True
 
     # Events.
@@ -288,7 +283,7 @@ class KVEvents:
         changes = self._changes
         if changes.all_changed:
             changes.all_changed = False
-            self._compare = iter([*self._held, *self._absent])
+            self._compare = iter(list(self._chunks))
         keys = changes.take(MAX_COMPARED_PER_STEP)
         if self._compare is not None:
             more = list(islice(self._compare, MAX_COMPARED_PER_STEP - len(keys)))
@@ -297,7 +292,7 @@ class KVEvents:
             keys += more
         removed: dict[tuple[int, int], list[_Chunk]] = {}
         for key in keys:
-            chunk = self._held.get(key) or self._absent.get(key)
+            chunk = self._chunks.get(key)
             if chunk is None:
                 continue
             present = self._present(key)
@@ -306,12 +301,6 @@ class KVEvents:
                 removed.setdefault((chunk.group, gone), []).append(chunk)
             if new:
                 self._stored(chunk, new, events)
-            if bool(chunk.announced) != bool(present):
-                source, target = self._held, self._absent
-                if present:
-                    source, target = target, source
-                target[key] = chunk
-                del source[key]
             chunk.announced = present
         self._removed(removed, events)
         return events

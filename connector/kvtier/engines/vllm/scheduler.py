@@ -536,9 +536,9 @@ class KVTierConnectorScheduler:
         self.queue.outcomes.clear()
         if self.events is not None:
             stats.add_all("kv_events", self.events.counts)
-            stats.add_all("dropped_kv_events", self.events.dropped)
+            stats.add_all("dropped_kv_events", self.events.unannounced)
             self.events.counts.clear()
-            self.events.dropped.clear()
+            self.events.unannounced.clear()
 
     def snapshot(self) -> dict[str, object]:
         """Returns the current state, for debugging and tests."""
