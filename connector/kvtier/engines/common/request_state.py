@@ -88,6 +88,7 @@ class RequestState:
         "pending_promotion",
         "promotion_tried",
         "prompt_counted",
+        "query_counted",
         "request",
         "request_id",
         "scheduled",
@@ -108,6 +109,8 @@ class RequestState:
         self.frontier = Frontier()
         self.prompt_counted = False
         """Whether the prompt is part of the heartbeat's total."""
+        self.query_counted = False
+        """Whether the lookup that led to its admission is counted."""
         self.scheduled = False
         """Whether the request was in a step since its last lookup. If so, the next lookup means
         that it was preempted."""
@@ -229,6 +232,7 @@ class RequestState:
         self.scheduled = False
         self.lookup_started_at = None
         self.promotion_tried = False
+        self.query_counted = False
         self.cached_match = None
         self.store_wait_started_at = None
 

@@ -475,6 +475,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def _collect_stats(self) -> None:
         if self._scheduler is not None:
             self._scheduler.collect_stats(self._stats)
+            self._scheduler.report_gauges(self._stats)
         if self._worker is None:
             return
         for name, amount in self._worker.take_counts().items():

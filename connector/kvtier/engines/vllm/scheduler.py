@@ -89,11 +89,14 @@ class KVTierConnectorScheduler:
         self.weights = WeightsState(planner.ranks, clock)
         self._hints = HintReader(lambda: session.tier_names, clock)
         self._adapters = adapters or AdapterDigests()
+        self._clock = clock
         self._states: dict[str, RequestState] = {}
         self._steps: deque[_BuiltStep] = deque()
         self._step = 0
         self._prompt_tokens = 0
         self._missing_pool_logged = False
+        self._gauges: dict[tuple[str, str], int] = {}
+        """As they were last reported."""
 
     def start(self) -> None:
         """Starts to attach to tierd, in the background."""
@@ -150,19 +153,42 @@ class KVTierConnectorScheduler:
         if state.scheduled:
             state.drop_blocks()
         state.computed_tokens = num_computed_tokens
-        if (
-            state.hints.skip_load
-            or getattr(request, "skip_reading_prefix_cache", False)
-            or not state.is_cacheable(self._adapters)
-        ):
+        reason = self._skip_reason(state)
+        if reason:
             self.loads.cancel_promotion(state)
+            self._count_query(state, reason)
             return 0, False
         if not self.weights.usable and not self.session.replica_ready:
             # The step that the workers take the fingerprint in comes next.
             waits = self.weights.worth_waiting and self.session.ready is not None
-            return (None if waits else 0), False
+            if waits:
+                return None, False
+            self._count_query(state, "not_ready")
+            return 0, False
         tokens = self.loads.match(state, num_computed_tokens)
+        if tokens is not None:
+            self._count_query(state, "load" if tokens else self.loads.decision)
         return tokens, bool(tokens)
+
+    def _skip_reason(self, state: RequestState) -> str:
+        """Returns why nothing is loaded for a request; empty if something may be."""
+        if state.hints.skip_load:
+            return "skip_load"
+        if getattr(state.request, "skip_reading_prefix_cache", False):
+            return "not_read"
+        return "" if state.is_cacheable(self._adapters) else "skipped"
+
+    def _count_query(self, state: RequestState, decision: str) -> None:
+        """vLLM repeats a lookup until there is room for the request; one of them is counted."""
+        if state.query_counted:
+            return
+        state.query_counted = True
+        counts = self.loads.in_flight.counts
+        counts.queries += 1
+        counts.queried_tokens += max(0, state.request.num_tokens - state.computed_tokens)
+        counts.decisions[decision] += 1
+        if state.promotion_tried and state.lookup_started_at is not None:
+            counts.wait_seconds.append(self._clock() - state.lookup_started_at)
 
     def update_state_after_alloc(
         self, request: Request, block_ids: Sequence[Sequence[int]], num_external_tokens: int
@@ -527,7 +553,15 @@ class KVTierConnectorScheduler:
         stats.add_all("loaded_tokens", counts.loaded_tokens)
         stats.add_all("load_failures", counts.failures)
         stats.add_all("promotions", counts.promotions)
-        stats.observe_loads(counts.load_seconds)
+        stats.add("queries", counts.queries)
+        stats.add("queried_tokens", counts.queried_tokens)
+        stats.add_all("decisions", counts.decisions)
+        stats.add_all("tier_loaded_bytes", counts.tier_bytes)
+        for tier, seconds in counts.load_seconds.items():
+            stats.observe("load_duration_seconds", seconds, tier)
+        stats.observe("wait_seconds", counts.wait_seconds)
+        stats.observe("store_duration_seconds", self.stores.store_seconds)
+        self.stores.store_seconds.clear()
         stats.add_all("dropped_stores", self.stores.dropped)
         self.stores.dropped.clear()
         stats.add_all("rejected_hints", self._hints.rejected)
@@ -539,6 +573,25 @@ class KVTierConnectorScheduler:
             stats.add_all("dropped_kv_events", self.events.unannounced)
             self.events.counts.clear()
             self.events.unannounced.clear()
+
+    def report_gauges(self, stats: KVTierStats) -> None:
+        """Adds the current state to ``stats``, as far as it has changed since the last call."""
+        session = self.session
+        bits = session.replica.usable_bits if session.replica_ready else 0
+        values = {
+            ("loads_in_flight", ""): len(self.loads.in_flight),
+            ("stores_in_flight", ""): self.stores.in_flight,
+            ("waiting_requests", ""): self.loads.waiting,
+            ("applied_generation", ""): session.live.generation,
+            **{
+                ("tier_usable", name): bits >> index & 1
+                for index, name in enumerate(session.tier_names)
+            },
+        }
+        for (name, label), value in values.items():
+            if self._gauges.get((name, label)) != value:
+                stats.set_gauge(name, value, label)
+        self._gauges = values
 
     def snapshot(self) -> dict[str, object]:
         """Returns the current state, for debugging and tests."""
