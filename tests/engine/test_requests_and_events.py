@@ -69,10 +69,11 @@ def served(model: Path, payload: Path, scratch: Path) -> Iterator[tuple[EngineTe
     router = Router(port)
     try:
         case.start(
+            kvtier_hooks=[f"{SUPPORT}:install"],
             kv_events_config={
                 "enable_kv_cache_events": True,
                 "endpoint": f"tcp://127.0.0.1:{port}",
-            }
+            },
         )
         case.wait_attached()
         # A subscriber sees what is published after its connection.
