@@ -39,7 +39,7 @@ from kvtier.engines.atom.sequence_state import (
 from kvtier.engines.atom.types import KVConnectorOutput, RequestId, SaveOperationId
 from kvtier.engines.common.jobs import BlockRun, StoreJob
 from kvtier.engines.common.scheduler_stores import SchedulerStores
-from kvtier.engines.common.tierd_session import TierdSession
+from kvtier.engines.common.tierd_session import SessionLost, TierdSession
 from kvtier.planner import Planner
 from kvtier.tierd.wire import Heartbeat, Promoted
 
@@ -142,7 +142,7 @@ class AtomScheduler:
         for event in self.session.drain():
             if isinstance(event, Promoted):
                 self.loads.on_promoted(event)
-            else:
+            elif isinstance(event, SessionLost):
                 self.loads.on_session_lost()
                 self.stores.on_session_lost()
 
