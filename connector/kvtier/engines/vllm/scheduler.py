@@ -33,6 +33,7 @@ from kvtier.engines.vllm.metrics import KVTierStats
 from kvtier.engines.vllm.queued_prefixes import QueuedPrefixes
 from kvtier.engines.vllm.request_hints import HintReader
 from kvtier.engines.vllm.scheduler_loads import SchedulerLoads
+from kvtier.engines.vllm.scheduler_statistics import SchedulerStatistics
 from kvtier.engines.vllm.weights_state import WeightsState
 from kvtier.planner import GroupKind, Planner
 from kvtier.tierd.wire import Arriving, Heartbeat, Promoted
@@ -88,6 +89,9 @@ class KVTierConnectorScheduler:
         )
         self.weights = WeightsState(planner.ranks, clock)
         self._hints = HintReader(lambda: session.tier_names, clock)
+        self._statistics = SchedulerStatistics(
+            session, self.loads, self.stores, self.queue, self._hints
+        )
         self._adapters = adapters or AdapterDigests()
         self._clock = clock
         self._states: dict[str, RequestState] = {}
@@ -95,8 +99,6 @@ class KVTierConnectorScheduler:
         self._step = 0
         self._prompt_tokens = 0
         self._missing_pool_logged = False
-        self._gauges: dict[tuple[str, str], int] = {}
-        """As they were last reported."""
 
     def start(self) -> None:
         """Starts to attach to tierd, in the background."""
@@ -570,50 +572,11 @@ class KVTierConnectorScheduler:
 
     def collect_stats(self, stats: KVTierStats) -> None:
         """Moves the counts since the last call into ``stats``."""
-        counts = self.loads.in_flight.take_counts()
-        stats.add("offered_tokens", counts.offered_tokens)
-        stats.add_all("loaded_tokens", counts.loaded_tokens)
-        stats.add_all("load_failures", counts.failures)
-        stats.add_all("promotions", counts.promotions)
-        stats.add("queries", counts.queries)
-        stats.add("queried_tokens", counts.queried_tokens)
-        stats.add_all("decisions", counts.decisions)
-        stats.add_all("tier_loaded_bytes", counts.tier_bytes)
-        for tier, seconds in counts.load_seconds.items():
-            stats.observe("load_duration_seconds", seconds, tier)
-        stats.observe("wait_seconds", counts.wait_seconds)
-        stats.observe("store_duration_seconds", self.stores.store_seconds)
-        self.stores.store_seconds.clear()
-        stats.add_all("dropped_stores", self.stores.dropped)
-        self.stores.dropped.clear()
-        stats.add_all("rejected_hints", self._hints.rejected)
-        self._hints.rejected.clear()
-        stats.add_all("prefetch_hints", self.queue.outcomes)
-        self.queue.outcomes.clear()
-        if self.events is not None:
-            stats.add_all("kv_events", self.events.counts)
-            stats.add_all("dropped_kv_events", self.events.unannounced)
-            self.events.counts.clear()
-            self.events.unannounced.clear()
+        self._statistics.collect(stats, self.events)
 
     def report_gauges(self, stats: KVTierStats) -> None:
         """Adds the current state to ``stats``, as far as it has changed since the last call."""
-        session = self.session
-        bits = session.replica.usable_bits if session.replica_ready else 0
-        values = {
-            ("loads_in_flight", ""): len(self.loads.in_flight),
-            ("stores_in_flight", ""): self.stores.in_flight,
-            ("waiting_requests", ""): self.loads.waiting,
-            ("applied_generation", ""): session.live.generation,
-            **{
-                ("tier_usable", name): bits >> index & 1
-                for index, name in enumerate(session.tier_names)
-            },
-        }
-        for (name, label), value in values.items():
-            if self._gauges.get((name, label)) != value:
-                stats.set_gauge(name, value, label)
-        self._gauges = values
+        self._statistics.report_gauges(stats)
 
     def snapshot(self) -> dict[str, object]:
         """Returns the current state, for debugging and tests."""
