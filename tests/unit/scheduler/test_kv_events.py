@@ -425,3 +425,30 @@ def test_events_name_the_type_of_a_group() -> None:
     spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
     config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
     assert specs_of(config) == (GroupSpec("full_attention", None),)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("where", ["describe", "take"])
+def test_an_error_ends_the_events_and_nothing_else(
+    testbed: SchedulerTestbed, router: Router, where: str
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise TypeError("of another vLLM")
+
+    events = testbed.scheduler.events
+    assert events is not None
+    types = event_types()
+    replaced = types._replace(stored=fail) if where == "take" else types._replace(extra_keys=fail)
+    events._types = replaced
+    request = testbed.request(300, cache_salt="tenant")
+    testbed.ask(request)
+    testbed.run({"r": 300})
+    testbed.hold(request.keys(0, 4))
+    assert testbed.scheduler.take_events() == []
+    assert events.unannounced["error"] == 1
+    assert testbed.ask(testbed.request(300, "again", cache_salt="tenant")) == 4 * CHUNK
+    testbed.run({"r": 1})
+    testbed.client.lose()
+    testbed.build()
+    assert testbed.scheduler.take_events() == []
+    assert not events.pending
+    assert events.unannounced["error"] == 1

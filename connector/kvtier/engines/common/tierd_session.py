@@ -117,9 +117,22 @@ class PresenceChanges:
         self.keys: deque[bytes] = deque()
         self.all_changed = False
         self._concerns = concerns
+        self._stopped = False
+
+    def stop(self) -> None:
+        """Notes nothing more."""
+        self._stopped = True
+        self.keys.clear()
+        self.all_changed = False
+
+    def note_all(self) -> None:
+        """Any key may have changed."""
+        self.all_changed = not self._stopped
 
     def note(self, message: Delta | EvictionNotice | Usable, stale: bool) -> None:
         """The replica has applied ``message``. ``stale``: it is empty until the next snapshot."""
+        if self._stopped:
+            return
         if (
             stale
             or isinstance(message, Usable)
@@ -264,7 +277,7 @@ class TierdSession:
         self._snapshot_epoch = 0
         self.replica.clear()
         if self._presence_changes is not None:
-            self._presence_changes.all_changed = True
+            self._presence_changes.note_all()
 
     def on_client_lost(self, reason: str) -> None:
         """Handles the loss of tierd, and a session that tierd closed."""

@@ -138,7 +138,7 @@ COUNTERS = (
         "Chunks that routers are not told of although a tier may hold them, and events without a "
         "place in the queue, by reason.",
         "reason",
-        ("not_described", "queue_full", "table_full"),
+        ("error", "not_described", "queue_full", "table_full"),
     ),
     Metric("rearms", "How often KVTier was used again some time after an unexpected error."),
     Metric(

@@ -17,6 +17,7 @@ The scheduler's thread, except ``PresenceChanges``.
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
 
 MAX_DESCRIPTION_BYTES = 64 << 20
 """Of all descriptions: about 35,000 chunks of 256 tokens. What leaves the table is announced as
@@ -192,6 +195,7 @@ class KVEvents:
         self._waiting: deque[Any] = deque()
         """Events to be returned first."""
         self._described = 0
+        self._failed = False
 
     def _is_described(self, key: bytes) -> bool:
         """Any thread."""
@@ -204,7 +208,25 @@ class KVEvents:
         self._described = 0
 
     def describe(self, state: RequestState, chunks: int, at_end: bool = False) -> None:
-        """Describes a request's first ``chunks`` chunks, as far as they are not yet."""
+        """Describes a request's first ``chunks`` chunks, as far as they are not yet. Never
+        raises."""
+        if self._failed:
+            return
+        try:
+            self._describe_chunks(state, chunks, at_end)
+        except Exception as error:  # noqa: BLE001 - loads and stores need no events
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """Events end; everything else goes on."""
+        self._failed = True
+        self.unannounced["error"] += 1
+        self._changes.stop()
+        self._compare = None
+        self._waiting.clear()
+        logger.error("KVTier: no more KV events until a restart", exc_info=error)
+
+    def _describe_chunks(self, state: RequestState, chunks: int, at_end: bool) -> None:
         limit = MAX_DESCRIBED_AT_END if at_end else MAX_DESCRIBED_PER_STEP - self._described
         stop = min(chunks, state.described_chunks + max(0, limit))
         for chunk in range(state.described_chunks, stop):
@@ -237,7 +259,7 @@ class KVEvents:
             group,
             tuple(hashes[(block + 1) * per_block - 1] for block in range(first, stop)),
             hashes[first * per_block - 1] if first else None,
-            array("q", request.all_token_ids[first * size : stop * size]),
+            array("i", request.all_token_ids[first * size : stop * size]),
             request.lora_request,
             extra_keys if extra_keys and any(extra_keys) else None,
         )
@@ -264,6 +286,8 @@ class KVEvents:
 
     def announce_again(self) -> None:
         """vLLM has told the routers that every block is gone. The tiers' blocks are not."""
+        if self._failed:
+            return
         for chunk in self._chunks.values():
             chunk.announced = 0
         self._changes.all_changed = True
@@ -277,7 +301,16 @@ class KVEvents:
         return bool(self._waiting or changes.keys or changes.all_changed or self._compare)
 
     def take(self) -> list[Any]:
-        """Returns the events since the last call, a bounded number of them."""
+        """Returns the events since the last call, a bounded number of them. Never raises."""
+        if self._failed:
+            return []
+        try:
+            return self._take()
+        except Exception as error:  # noqa: BLE001 - loads and stores need no events
+            self._fail(error)
+            return []
+
+    def _take(self) -> list[Any]:
         events: list[Any] = list(self._waiting)
         self._waiting.clear()
         changes = self._changes
