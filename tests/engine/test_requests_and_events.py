@@ -72,7 +72,7 @@ def served(model: Path, payload: Path, scratch: Path) -> Iterator[tuple[EngineTe
             kvtier_hooks=[f"{SUPPORT}:install"],
             kv_events_config={
                 "enable_kv_cache_events": True,
-                "endpoint": f"tcp://127.0.0.1:{port}",
+                "endpoint": f"tcp://*:{port}",
             },
         )
         case.wait_attached()
