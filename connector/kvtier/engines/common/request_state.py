@@ -80,6 +80,7 @@ class RequestState:
         "block_ids",
         "cached_match",
         "computed_tokens",
+        "described_chunks",
         "frontier",
         "hints",
         "load_end",
@@ -89,6 +90,7 @@ class RequestState:
         "pending_promotion",
         "promotion_tried",
         "prompt_counted",
+        "query_counted",
         "request",
         "request_id",
         "scheduled",
@@ -109,6 +111,8 @@ class RequestState:
         self.frontier = Frontier()
         self.prompt_counted = False
         """Whether the prompt is part of the heartbeat's total."""
+        self.query_counted = False
+        """Whether the lookup that led to its admission is counted."""
         self.scheduled = False
         """Whether the request was in a step since its last lookup. If so, the next lookup means
         that it was preempted."""
@@ -128,6 +132,8 @@ class RequestState:
         self.load_end: int | None = None
         """After a first failed load, one more may be offered, up to this chunk: it is shorter than
         what the failed one had loaded."""
+        self.described_chunks = 0
+        """How many of its chunks the events for routers know."""
         self.stores_in_flight = 0
         self.store_wait_started_at: float | None = None
         self.block_ids: list[list[int]] = []
@@ -228,6 +234,7 @@ class RequestState:
         self.scheduled = False
         self.lookup_started_at = None
         self.promotion_tried = False
+        self.query_counted = False
         self.cached_match = None
         self.store_wait_started_at = None
 

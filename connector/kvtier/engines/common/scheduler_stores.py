@@ -42,6 +42,7 @@ RECENTLY_COMMITTED_SECONDS = 0.5
 """A committed key counts as present until tierd's delta arrives, so that it is not stored twice."""
 PROGRESS_TIMEOUT_SECONDS = 10.0
 """An idle engine keeps stepping for stores as long as one of them ended this recently."""
+MAX_STORE_DURATIONS = 4_096
 NULL_BLOCK = 0
 PASSING_REASONS = ("weights_unknown", "replica_incomplete", "worker_not_attached")
 """Why nothing can be stored for a step or two. After a reset of the prefix cache the workers take
@@ -69,6 +70,7 @@ class OpenStore:
     state: RequestState
     blocks: list[Any]
     ranks_left: int
+    planned_at: float = 0.0
     voided: bool = False
     """Its blocks were given back before the copy was seen done, so it is not delivered."""
 
@@ -122,6 +124,8 @@ class SchedulerStores:
         self.worker_epoch: int | None = None
         """The tierd epoch of the workers' last report; None before the first one of a session."""
         self.dropped: Counter[str] = Counter()
+        self.store_seconds: list[float] = []
+        """Durations of stores that have ended, since they were last collected."""
         self._planner = planner
         self._session = session
         self._clock = clock
@@ -382,7 +386,9 @@ class SchedulerStores:
         job = StoreJob(next(self._ids), slot, self._session.epoch, run)
         ranks = self._planner.ranks
         self._planned.append(
-            OpenStore(job, chunk.key, chunk.previous, chunk.state, chunk.blocks, ranks)
+            OpenStore(
+                job, chunk.key, chunk.previous, chunk.state, chunk.blocks, ranks, self._clock()
+            )
         )
 
     # Chunks that wait for a slot.
@@ -462,10 +468,17 @@ class SchedulerStores:
             if store.ranks_left > 0:
                 continue
             del self._open[reservation]
+            if len(self.store_seconds) < MAX_STORE_DURATIONS:
+                self.store_seconds.append(now - store.planned_at)
             if store.voided:
                 continue
             self._release(store)
             self._recently_committed.append((now + RECENTLY_COMMITTED_SECONDS, store.key))
+
+    def awaits_presence(self) -> bool:
+        """Returns whether tierd has not yet announced a store that ended a moment ago."""
+        now, get_value = self._clock(), self._session.replica.get_value
+        return any(now < until and not get_value(key, 0) for until, key in self._recently_committed)
 
     def _release(self, store: OpenStore | _ChunkBlocks) -> None:
         store.state.stores_in_flight -= 1

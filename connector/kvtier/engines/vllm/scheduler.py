@@ -27,11 +27,13 @@ from kvtier.engines.common.request_state import RequestState, reads_no_cache
 from kvtier.engines.common.scheduler_stores import NULL_BLOCK, BlockPool, SchedulerStores
 from kvtier.engines.common.tierd_session import TierdSession
 from kvtier.engines.vllm.cost_estimates import PrefillEstimator, StepTokens
+from kvtier.engines.vllm.kv_events import KVEvents
 from kvtier.engines.vllm.metadata import StepMetadata, WorkerReport
 from kvtier.engines.vllm.metrics import KVTierStats
 from kvtier.engines.vllm.queued_prefixes import QueuedPrefixes
 from kvtier.engines.vllm.request_hints import HintReader
 from kvtier.engines.vllm.scheduler_loads import SchedulerLoads
+from kvtier.engines.vllm.scheduler_statistics import SchedulerStatistics
 from kvtier.engines.vllm.weights_state import WeightsState
 from kvtier.planner import GroupKind, Planner
 from kvtier.tierd.wire import Arriving, Heartbeat, Promoted
@@ -74,6 +76,8 @@ class KVTierConnectorScheduler:
         self.loads = SchedulerLoads(planner, session, self.prefill, clock)
         self.stores = SchedulerStores(planner, session, clock)
         self.queue = QueuedPrefixes(planner, session, self.loads.new_id, clock)
+        self.events: KVEvents | None = None
+        """Set before ``start`` if the engine publishes KV events."""
         self._planner = planner
         self._windows = tuple(
             number
@@ -85,12 +89,16 @@ class KVTierConnectorScheduler:
         )
         self.weights = WeightsState(planner.ranks, clock)
         self._hints = HintReader(lambda: session.tier_names, clock)
+        self.skipped: Counter[str] = Counter()
+        self._statistics = SchedulerStatistics(
+            session, self.loads, self.stores, self.queue, self._hints, self.skipped
+        )
         self._adapters = adapters or AdapterDigests()
+        self._clock = clock
         self._states: dict[str, RequestState] = {}
         self._steps: deque[_BuiltStep] = deque()
         self._step = 0
         self._prompt_tokens = 0
-        self.skipped: Counter[str] = Counter()
         """Finished requests that took no part, or only stored, by reason."""
         self._missing_pool_logged = False
 
@@ -151,19 +159,42 @@ class KVTierConnectorScheduler:
         if state.scheduled:
             state.drop_blocks()
         state.computed_tokens = num_computed_tokens
-        if (
-            state.hints.skip_load
-            or reads_no_cache(request)
-            or not state.is_cacheable(self._adapters)
-        ):
+        reason = self._skip_reason(state)
+        if reason:
             self.loads.cancel_promotion(state)
+            self._count_query(state, reason)
             return 0, False
         if not self.weights.usable and not self.session.replica_ready:
             # The step that the workers take the fingerprint in comes next.
             waits = self.weights.worth_waiting and self.session.ready is not None
-            return (None if waits else 0), False
+            if waits:
+                return None, False
+            self._count_query(state, "not_ready")
+            return 0, False
         tokens = self.loads.match(state, num_computed_tokens)
+        if tokens is not None:
+            self._count_query(state, "load" if tokens else self.loads.decision)
         return tokens, bool(tokens)
+
+    def _skip_reason(self, state: RequestState) -> str:
+        """Returns why nothing is loaded for a request; empty if something may be."""
+        if state.hints.skip_load:
+            return "skip_load"
+        if reads_no_cache(state.request):
+            return "not_read"
+        return "" if state.is_cacheable(self._adapters) else "skipped"
+
+    def _count_query(self, state: RequestState, decision: str) -> None:
+        """vLLM repeats a lookup until there is room for the request; one of them is counted."""
+        if state.query_counted:
+            return
+        state.query_counted = True
+        counts = self.loads.in_flight.counts
+        counts.queries += 1
+        counts.queried_tokens += max(0, state.request.num_tokens - state.computed_tokens)
+        counts.decisions[decision] += 1
+        if state.promotion_tried and state.lookup_started_at is not None:
+            counts.wait_seconds.append(self._clock() - state.lookup_started_at)
 
     def update_state_after_alloc(
         self, request: Request, block_ids: Sequence[Sequence[int]], num_external_tokens: int
@@ -211,6 +242,9 @@ class KVTierConnectorScheduler:
         self._step += 1
         self.queue.prefetch(self._adapters)
         self.stores.begin_step()
+        events = self.events
+        if events is not None:
+            events.begin_step()
         for request_id in output.preempted_req_ids or ():
             state = self._states.get(request_id)
             if state is not None and state.scheduled:
@@ -235,6 +269,8 @@ class KVTierConnectorScheduler:
                 continue
             tokens = request.num_computed_tokens + scheduled_tokens
             frontier = state.frontier
+            if events is not None and state.is_cacheable(self._adapters):
+                events.describe(state, self._planner.chunks(self._hashed_tokens(state)))
             if self._planner.chunks(tokens) > frontier.next_chunk:
                 step.requests.append((state, frontier.generation, tokens))
                 may_plan = may_store and self.stores.may_be_stored(state)
@@ -472,7 +508,14 @@ class KVTierConnectorScheduler:
             for other, generation, tokens in self._steps[0].requests:
                 if other is state:
                     frontier.executed(generation, tokens)
+        if self.events is not None:
+            chunks = self._planner.chunks(self._hashed_tokens(state))
+            self.events.describe(state, chunks, at_end=True)
         self.stores.plan(state, block_ids, self._storable_chunks(state), finished=True)
+
+    def take_events(self) -> list[object]:
+        """Returns the KV events since the last step."""
+        return self.events.take() if self.events is not None else []
 
     def reset_cache(self) -> bool:
         """vLLM resets the caches of connectors. Objects of the weights that the engine has now
@@ -511,6 +554,8 @@ class KVTierConnectorScheduler:
         What requests have computed so far is never stored.
         """
         self.weights.rise(reset=reset)
+        if reset and self.events is not None:
+            self.events.announce_again()
         logger.info("KVTier: identity %d: %s", self.weights.number, cause)
         self.session.suspend(assumed=self.weights.assumed)
         self.stores.reset()
@@ -546,24 +591,17 @@ class KVTierConnectorScheduler:
     def has_pending_work(self) -> bool:
         """Returns whether an engine without requests should keep stepping, so that copies end."""
         self._begin_hook()
+        if self.events is not None and (self.events.pending or self.stores.awaits_presence()):
+            return True
         return self.stores.has_pending_work() or self.loads.in_flight.has_pending_work()
 
     def collect_stats(self, stats: KVTierStats) -> None:
         """Moves the counts since the last call into ``stats``."""
-        counts = self.loads.in_flight.take_counts()
-        stats.add("offered_tokens", counts.offered_tokens)
-        stats.add_all("loaded_tokens", counts.loaded_tokens)
-        stats.add_all("load_failures", counts.failures)
-        stats.add_all("promotions", counts.promotions)
-        stats.observe_loads(counts.load_seconds)
-        stats.add_all("dropped_stores", self.stores.dropped)
-        self.stores.dropped.clear()
-        stats.add_all("skipped_requests", self.skipped)
-        self.skipped.clear()
-        stats.add_all("rejected_hints", self._hints.rejected)
-        self._hints.rejected.clear()
-        stats.add_all("prefetch_hints", self.queue.outcomes)
-        self.queue.outcomes.clear()
+        self._statistics.collect(stats, self.events)
+
+    def report_gauges(self, stats: KVTierStats) -> None:
+        """Adds the current state to ``stats``, as far as it has changed since the last call."""
+        self._statistics.report_gauges(stats)
 
     def snapshot(self) -> dict[str, object]:
         """Returns the current state, for debugging and tests."""
