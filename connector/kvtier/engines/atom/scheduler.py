@@ -359,7 +359,13 @@ class AtomScheduler:
     def should_defer_free(self, seq: AtomSequence) -> bool:
         """Returns whether copies may still access the blocks of the sequence."""
         state = self._find(seq)
-        if state is None or not state.busy:
+        if state is None:
+            return False
+        if state.status == FINISHED:
+            # If not, ATOM frees them, though it calls ``request_finished`` before: an aborted
+            # sequence that was parked gets that call here for the first time.
+            state.finished = True
+        if not state.busy:
             return False
         state.deferred = True
         return True

@@ -249,29 +249,30 @@ class KVTierConnectorScheduler:
         if self.stores.pool is None and not self._missing_pool_logged:
             self._missing_pool_logged = True
             logger.warning("KVTier: storing nothing: this vLLM does not expose its block pool")
-        stores = self.stores.take_jobs()
-        # Nothing after this line may raise: vLLM waits for a report of every load that was taken.
-        loads, cancelled = self.loads.in_flight.take_jobs()
-        return StepMetadata(
+        metadata = StepMetadata(
             step=self._step,
-            loads=loads,
-            stores=stores,
             pinned_loads=self.loads.in_flight.take_pinned(),
             idle=not output.num_scheduled_tokens,
-            cancelled_loads=cancelled,
-            arrived_keys=self.loads.in_flight.take_arrived(),
             identity=self.weights.number,
             report_weights=self.weights.report_needed,
             assumed_weights=self._assumed_weights(),
-            voided_stores=self.stores.take_voided(),
         )
+        # What was taken must reach the workers: nothing after this line may raise.
+        metadata.stores = self.stores.take_jobs()
+        metadata.loads, metadata.cancelled_loads = self.loads.in_flight.take_jobs()
+        metadata.arrived_keys = self.loads.in_flight.take_arrived()
+        metadata.voided_stores = self.stores.take_voided()
+        return metadata
 
     def build_load_meta(self) -> StepMetadata:
         """Returns only the loads that vLLM waits for, once KVTier is off."""
         self._step += 1
-        self._steps.clear()
-        self.prefill.clear()
-        self.stores.turn_off()
+        try:
+            self._steps.clear()
+            self.prefill.clear()
+            self.stores.turn_off()
+        except Exception as error:  # vLLM waits for the loads in any case
+            logger.exception("KVTier: cannot drop stores: %s", error)
         loads, cancelled = self.loads.in_flight.take_jobs()
         return StepMetadata(
             step=self._step,
@@ -384,19 +385,36 @@ class KVTierConnectorScheduler:
         """Takes the workers' aggregated report of a step."""
         if not isinstance(report, WorkerReport):
             return
-        self._begin_hook()
-        self._take_weights(report)
-        self.stores.worker_epoch = report.attached_epoch
-        self.prefill.step_executed(report.step)
-        while self._steps and self._steps[0].number <= report.step:
-            for state, generation, tokens in self._steps.popleft().requests:
-                state.frontier.executed(generation, tokens)
-        self.stores.on_step_executed(report.step, self._final_chunks)
+        try:
+            self._begin_hook()
+            self._take_weights(report)
+            self.stores.worker_epoch = report.attached_epoch
+            self.prefill.step_executed(report.step)
+            while self._steps and self._steps[0].number <= report.step:
+                for state, generation, tokens in self._steps.popleft().requests:
+                    state.frontier.executed(generation, tokens)
+            self.stores.on_step_executed(report.step, self._final_chunks)
+        finally:
+            # Each end is reported once: what it holds would be held until the engine ends.
+            self._take_ends(report)
+
+    def _take_ends(self, report: WorkerReport) -> None:
+        """Takes every end of a load and of a store, whatever one of them raises."""
+        error: Exception | None = None
         for result in report.loads:
-            self.loads.in_flight.on_load_done(result)
+            try:
+                self.loads.in_flight.on_load_done(result)
+            except Exception as raised:  # noqa: BLE001 - it is raised below
+                error = raised
+        for reservation, ranks in report.stores_done.items():
+            try:
+                self.stores.on_stores_done({reservation: ranks})
+            except Exception as raised:  # noqa: BLE001 - it is raised below
+                error = raised
+        if error is not None:
+            raise error
         if report.loads:
             self._update_heartbeat()
-        self.stores.on_stores_done(report.stores_done)
 
     def _update_heartbeat(self) -> None:
         """tierd reports which share of prompt tokens came from which tier."""
