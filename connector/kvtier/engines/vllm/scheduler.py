@@ -90,6 +90,7 @@ class KVTierConnectorScheduler:
         self.weights = WeightsState(planner.ranks, clock)
         self._hints = HintReader(lambda: session.tier_names, clock)
         self.skipped: Counter[str] = Counter()
+        """Finished requests that took no part, or only stored, by reason."""
         self._statistics = SchedulerStatistics(
             session, self.loads, self.stores, self.queue, self._hints, self.skipped
         )
@@ -99,7 +100,6 @@ class KVTierConnectorScheduler:
         self._steps: deque[_BuiltStep] = deque()
         self._step = 0
         self._prompt_tokens = 0
-        """Finished requests that took no part, or only stored, by reason."""
         self._missing_pool_logged = False
 
     def start(self) -> None:
