@@ -25,7 +25,7 @@ from kvtier.engines.vllm import kv_events
 from kvtier.engines.vllm.kv_events import (
     MAX_COMPARED_PER_STEP,
     MAX_DESCRIBED_PER_STEP,
-    GroupSpec,
+    EventGroupSpec,
     KVEvents,
     event_types,
     places_of,
@@ -66,7 +66,7 @@ def publishing(testbed: SchedulerTestbed) -> KVEvents:
         scheduler._planner,
         scheduler.session,
         places_of(topology()),
-        (GroupSpec("full_attention"),),
+        (EventGroupSpec("full_attention"),),
         event_types(),
     )
     return scheduler.events
@@ -424,7 +424,7 @@ def test_events_name_the_type_of_a_group() -> None:
 
     spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
     config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
-    assert specs_of(config) == (GroupSpec("full_attention", None),)  # type: ignore[arg-type]
+    assert specs_of(config) == (EventGroupSpec("full_attention", None),)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("where", ["describe", "take"])

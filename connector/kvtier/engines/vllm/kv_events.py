@@ -64,7 +64,7 @@ class Place(NamedTuple):
     locality: str
 
 
-class GroupSpec(NamedTuple):
+class EventGroupSpec(NamedTuple):
     """What events say of a KV cache group. ``kind``: vLLM's name of its type, None: not known."""
 
     kind: str | None = None
@@ -139,7 +139,7 @@ def places_of(topology: Topology) -> tuple[Place, ...]:
     return tuple(places)
 
 
-def specs_of(kv_cache_config: KVCacheConfig) -> tuple[GroupSpec, ...]:
+def specs_of(kv_cache_config: KVCacheConfig) -> tuple[EventGroupSpec, ...]:
     """Returns what events say of the KV cache groups."""
     from vllm.v1 import kv_cache_interface as interface
 
@@ -147,8 +147,8 @@ def specs_of(kv_cache_config: KVCacheConfig) -> tuple[GroupSpec, ...]:
     window = getattr(interface, "get_kv_cache_spec_sliding_window", None)
     groups = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     if kind is None or window is None:
-        return tuple(GroupSpec() for _ in groups)
-    return tuple(GroupSpec(kind(spec).value, window(spec)) for spec in groups)
+        return tuple(EventGroupSpec() for _ in groups)
+    return tuple(EventGroupSpec(kind(spec).value, window(spec)) for spec in groups)
 
 
 def events_for(
@@ -174,7 +174,7 @@ class KVEvents:
         planner: Planner,
         session: TierdSession,
         places: Sequence[Place],
-        specs: Sequence[GroupSpec],
+        specs: Sequence[EventGroupSpec],
         types: EventTypes,
     ) -> None:
         self.unannounced: Counter[str] = Counter()
@@ -349,7 +349,7 @@ class KVEvents:
 
     def _stored(self, chunk: _Chunk, bits: int, events: list[Any]) -> None:
         convert, group = self._types.convert, self._planner.groups[chunk.group]
-        spec = self._specs[chunk.group] if chunk.group < len(self._specs) else GroupSpec()
+        spec = self._specs[chunk.group] if chunk.group < len(self._specs) else EventGroupSpec()
         lora = chunk.lora
         for place in self._places_of(bits):
             values = {
