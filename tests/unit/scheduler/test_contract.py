@@ -19,6 +19,7 @@ from tools.vllm_contract import BASE, METRICS, at, contract, load, merge, proble
 from kvtier.engines.vllm.connector import KVTierConnector
 from kvtier.engines.vllm.metadata import WorkerReport
 from kvtier.engines.vllm.metrics import KVTierPromMetrics, KVTierStats
+from kvtier.engines.vllm.multi.connector import WeightedMultiConnector
 
 TABLE = load()
 RELEASES: list[str] = TABLE["releases"]
@@ -249,3 +250,15 @@ def test_the_table_of_releases_has_a_range_for_each_form(tmp_path: Path) -> None
     assert at(table, "4") == {}
     flag = table["names"][f"{CONNECTOR_BASES[0]}.flag"]
     assert {each["kind"] for each in flag} == {"property"}
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_the_connector_of_several_connectors_fits(release: str) -> None:
+    """It has every hook of any release, and passes on those that the engine calls."""
+    hooks = {
+        name.rpartition(".")[2]
+        for name in TABLE["names"]
+        if name.startswith(tuple(f"{base}." for base in CONNECTOR_BASES))
+    }
+    found = at(TABLE, release)
+    assert problems(WeightedMultiConnector, CONNECTOR_BASES, found, hooks) == []
