@@ -74,16 +74,22 @@ def engine() -> list[Row]:
         )
         for metric in engine_counters.COUNTERS
     ]
-    return [
-        *rows,
-        *(
-            Row(f"vllm:kvtier_{name}", kind, (), text)
-            for kind, (name, text) in (
-                ("gauge", engine_counters.WITHOUT_TIERS),
-                ("histogram", engine_counters.LOAD_DURATION),
+    name, text = engine_counters.WITHOUT_TIERS
+    rows.append(Row(f"vllm:kvtier_{name}", "gauge", (), text))
+    for kind, metrics in (
+        ("gauge", engine_counters.GAUGES),
+        ("histogram", engine_counters.HISTOGRAMS),
+    ):
+        rows += [
+            Row(
+                f"vllm:kvtier_{metric.name}",
+                kind,
+                (metric.label,) if metric.label else (),
+                metric.help,
             )
-        ),
-    ]
+            for metric in metrics
+        ]
+    return rows
 
 
 def several_connectors() -> list[Row]:

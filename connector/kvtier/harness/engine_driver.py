@@ -26,7 +26,8 @@ Commands (``do``), with their arguments:
 ``state {}``
     {waiting, running, requests, free_blocks} of the scheduler.
 ``connector {}``
-    the state of KVTier's scheduler side, with its namespace; empty without KVTier.
+    the state of KVTier's scheduler side, with its namespace, and the connector's class and file;
+    empty without KVTier.
 ``set {variables}``
     sets environment variables of the engine's process.
 ``call {function}``
@@ -40,6 +41,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import inspect
 import json
 import os
 import sys
@@ -224,6 +226,8 @@ class Driver:
         ready = kvtier.session.ready
         return {
             **kvtier.snapshot(),
+            "class": f"{type(connector).__module__}.{type(connector).__qualname__}",
+            "file": inspect.getfile(type(connector)),
             "namespace": ready.namespace if ready is not None else "",
             "worker_epoch": kvtier.stores.worker_epoch or 0,
             "credits": sum(len(slots) for slots in kvtier.session.credits),

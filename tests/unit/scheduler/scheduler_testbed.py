@@ -216,6 +216,10 @@ class FakeRequest:
     def num_tokens(self) -> int:
         return len(self.all_tokens)
 
+    @property
+    def all_token_ids(self) -> list[int]:
+        return self.all_tokens
+
     def append(self, *tokens: int) -> None:
         """Sampled tokens."""
         self.all_tokens += tokens
