@@ -38,6 +38,8 @@ class Pair:
         requests = self.prefill.requests()
         name = requests.add(tokens, 1, transfer=PARAMETERS)
         answer: dict[str, Any] = requests.finish([name])[name]["transfer"]
+        # The blocks are sent in the steps after the end.
+        self.prefill.drive("step", count=2)
         assert answer["do_remote_prefill"] is True
         return answer
 
@@ -140,6 +142,13 @@ def _loaded(testbed: EngineTestbed, connector: str) -> float:
     return _counter(testbed, "kvtier_multi_loaded_tokens_total", connector)
 
 
+def _forget(testbed: EngineTestbed) -> None:
+    """What was computed is in the tiers only, and the engine knows it."""
+    testbed.settle_stores()
+    testbed.empty_gpu_cache()
+    testbed.wait_attached()
+
+
 def _chunks(count: int, seed: int) -> list[int]:
     return prompt(count * CHUNK_TOKENS + 9, seed)
 
@@ -148,8 +157,7 @@ def test_tokens_times_weight_decides_who_loads(pair: Pair, plain: ReferenceEngin
     testbed = pair.prefill
     tokens = _chunks(4, 900)
     assert testbed.requests().run(tokens) == plain.tokens(tokens)
-    testbed.settle_stores()
-    testbed.empty_gpu_cache()
+    _forget(testbed)
     before = {name: _loaded(testbed, name) for name in ("kvtier", "offloading", "example", "pd")}
     assert testbed.requests().run(tokens) == plain.tokens(tokens)
     gained = {name: _loaded(testbed, name) - count for name, count in before.items()}
@@ -196,8 +204,7 @@ def test_the_decode_engine_receives_what_the_prefill_engine_computed_and_stores_
     assert pair.prefill.drive("state")["requests"] == {}
     # Both have stored it: each reloads it from its own tiers.
     for testbed in (pair.prefill, pair.decode):
-        testbed.settle_stores()
-        testbed.empty_gpu_cache()
+        _forget(testbed)
         before = _loaded(testbed, "kvtier")
         assert testbed.requests().run(tokens) == plain.tokens(tokens)
         assert _loaded(testbed, "kvtier") - before == 4 * CHUNK_TOKENS
@@ -208,8 +215,7 @@ def test_the_prefill_engine_loads_from_its_tiers_what_it_hands_over(
 ) -> None:
     first = _chunks(4, 903)
     assert pair.prefill.requests().run(first) == plain.tokens(first)
-    pair.prefill.settle_stores()
-    pair.prefill.empty_gpu_cache()
+    _forget(pair.prefill)
     longer = first[: 4 * CHUNK_TOKENS] + prompt(CHUNK_TOKENS + 9, 904)
     before = _loaded(pair.prefill, "kvtier")
     assert pair.decoded(longer, pair.hand_over(longer)) == plain.tokens(longer)
@@ -221,8 +227,7 @@ def test_a_decode_engine_that_has_the_kv_lets_the_prefill_engine_release_it(
 ) -> None:
     tokens = _chunks(3, 905)
     assert pair.decoded(tokens, pair.hand_over(tokens)) == plain.tokens(tokens)
-    pair.decode.settle_stores()
-    pair.decode.empty_gpu_cache()
+    _forget(pair.decode)
     releases = pair.counts("decode").get("releases", 0)
     # The P/D connector answers "not yet" twice; the tiers have all chunks at once.
     before = _loaded(pair.decode, "kvtier")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -186,3 +187,22 @@ def test_kvtier_among_other_connectors_starts_tierd_early(
     assert noted == ["/t", "/t"]
     plugin._note_attached(SimpleNamespace(kv_transfer_config=transfer_config([EXAMPLE])), "/t")
     assert noted == ["/t", "/t"]
+
+
+def test_kvtier_among_other_connectors_finds_the_worker_that_holds_the_weights(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise its objects stay in RAM, and it does not notice that the engine sleeps."""
+    from kvtier.engines.vllm import weights
+
+    class Worker:
+        vllm_config = engine_config(directory, transfer_config([EXAMPLE, KVTIER]))
+
+    class Other:
+        vllm_config = engine_config(directory, transfer_config([KVTIER]))
+
+    worker, other = Worker(), Other()
+    monkeypatch.setattr(weights._models, "workers", [weakref.ref(worker), weakref.ref(other)])
+    child = resolve(worker.vllm_config.kv_transfer_config).children[1]
+    assert weights._worker_of(child.vllm_config(worker.vllm_config)) is worker
+    assert weights._worker_of(other.vllm_config) is other

@@ -280,8 +280,12 @@ def _moving_weights(config: VllmConfig) -> str:
 
 
 def _worker_of(vllm_config: VllmConfig) -> Any | None:
+    # One of several connectors in an engine has a copy of the configuration, with the same parts.
+    cache = vllm_config.cache_config
     workers = [each() for each in _models.workers]
-    found = [each for each in workers if each is not None and each.vllm_config is vllm_config]
+    found = [
+        each for each in workers if each is not None and each.vllm_config.cache_config is cache
+    ]
     return found[-1] if found else None
 
 
