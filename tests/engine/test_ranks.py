@@ -1,0 +1,95 @@
+"""Engines with several ranks, each a process of its own: every token equals that of the same engine
+without KVTier, with prompts reloaded from RAM, and from files after a restart."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.hybrid_models import MODELS
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_SECONDS = 1800
+"""Only engines that hang take as long."""
+RELOADED_CHUNKS = {False: 7 + 3 + 2 + 5, True: 7 + 2 + 2 + 4}
+"""Of the four prompts of ``hybrid_run``, without and with several groups: a hybrid model cannot
+load a prompt to its last token."""
+
+SPECIFICATIONS: dict[str, dict[str, Any]] = {
+    "four ranks of tensor parallelism": {
+        "model": "llama",
+        "options": {"tensor_parallel_size": 4},
+    },
+    "hybrid, tensor parallelism": {"model": "gemma3", "options": {"tensor_parallel_size": 2}},
+    "hybrid, stages of unequal size": {
+        "model": "gpt-oss",
+        "options": {"pipeline_parallel_size": 2},
+        "environment": {"VLLM_PP_LAYER_PARTITION": "1,3"},
+    },
+    "tensor, pipeline and data parallelism, stages of unequal size": {
+        "model": "llama",
+        "layers": 3,
+        "engines": 2,
+        "options": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+        "environment": {"VLLM_PP_LAYER_PARTITION": "2,1"},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """What the engines of each specification computed. One process, because importing vLLM takes
+    longer than all that follows."""
+    directory = tmp_path_factory.mktemp("ranks")
+    paths = [ROOT / "connector", ROOT, *filter(None, [os.environ.get("PYTHONPATH", "")])]
+    log = directory / "engines.log"
+    with log.open("wb") as errors:
+        done = subprocess.run(
+            [
+                sys.executable,
+                str(ROOT / "tests" / "support" / "ranks_run.py"),
+                json.dumps(list(SPECIFICATIONS.values())),
+                str(directory / "cases"),
+            ],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            timeout=TIMEOUT_SECONDS,
+            check=False,
+        )
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    if done.returncode:
+        pytest.fail(f"exit status {done.returncode}:\n{log.read_text()[-6000:]}")
+    return dict(zip(SPECIFICATIONS, lines, strict=True))
+
+
+@pytest.mark.parametrize("name", SPECIFICATIONS)
+def test_prompts_are_reloaded_from_ram_and_from_files_with_the_same_tokens(
+    name: str, results: dict[str, list[dict[str, Any]]]
+) -> None:
+    specification = SPECIFICATIONS[name]
+    options = specification["options"]
+    engines = results[name]
+    assert isinstance(engines, list), engines
+    assert len(engines) == specification.get("engines", 1)
+    hybrid = specification["model"] != "llama"
+    chunk = MODELS[specification["model"]].chunk_tokens if hybrid else 64
+    expected = RELOADED_CHUNKS[hybrid] * chunk
+    for result in engines:
+        ranks = options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
+        assert result["ranks"] == ranks
+        assert (len(result["groups"]) > 1) == hybrid
+        plain = result["plain"]["tokens"]
+        assert all(len(set(tokens)) > 3 for tokens in plain), "this output would hide wrong KV"
+        for engine in ("first", "ram", "restarted"):
+            assert result[engine]["tokens"] == plain, engine
+        assert result["ram"]["loaded"] == {"0": expected}
+        assert sum(result["restarted"]["loaded"].values()) == expected
+        assert result["failures"] == result["failures_restarted"] == {}
+    # Engines of one data parallel deployment share a namespace.
+    assert len({result["namespace"] for result in engines}) == 1
