@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.hybrid_models import MODELS
+from tests.support.hybrid_models import FULL, MODELS, SLIDING
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_SECONDS = 1800
@@ -29,7 +29,8 @@ SPECIFICATIONS: dict[str, dict[str, Any]] = {
     "hybrid, stages of unequal size": {
         "model": "gpt-oss",
         "options": {"pipeline_parallel_size": 2},
-        "environment": {"VLLM_PP_LAYER_PARTITION": "1,3"},
+        "changes": {"num_hidden_layers": 6, "layer_types": [SLIDING, FULL] * 3},
+        "environment": {"VLLM_PP_LAYER_PARTITION": "4,2"},
     },
     "tensor, pipeline and data parallelism, stages of unequal size": {
         "model": "llama",

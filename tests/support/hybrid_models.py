@@ -87,6 +87,33 @@ MODELS: dict[str, HybridModel] = {
         "olmo3",
         {"sliding_window": WINDOW, "layer_types": [SLIDING, SLIDING, SLIDING, FULL]},
     ),
+    "llama4": HybridModel(
+        "llama4_text",
+        {
+            "attention_chunk_size": 128,
+            "layer_types": ["chunked_attention"] * 3 + [FULL],
+            "no_rope_layers": [1, 1, 1, 0],
+            "intermediate_size_mlp": 256,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 1,
+            "use_qk_norm": False,
+            "attn_temperature_tuning": False,
+        },
+    ),
+    "gemma4": HybridModel(
+        "gemma4_text",
+        {
+            "sliding_window": WINDOW,
+            "layer_types": [SLIDING, SLIDING, SLIDING, FULL],
+            "global_head_dim": 64,
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 512,
+            "num_kv_shared_layers": 0,
+            "tie_word_embeddings": True,
+        },
+        embedding_scale=0.01,
+    ),
     "granite": HybridModel(
         "granitemoehybrid",
         {
@@ -142,14 +169,17 @@ MODELS: dict[str, HybridModel] = {
 }
 
 
-def write_hybrid(name: str, directory: Path) -> Path:
-    """Writes the model called ``name`` into ``directory``; returns the directory."""
+def write_hybrid(name: str, directory: Path, **changes: Any) -> Path:
+    """Writes the model called ``name`` into ``directory``; returns the directory.
+
+    ``changes``: values of its configuration that differ.
+    """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model = MODELS[name]
-    config = AutoConfig.for_model(model.model_type, **{**_COMMON, **model.values})
+    config = AutoConfig.for_model(model.model_type, **{**_COMMON, **model.values, **changes})
     state = torch.random.get_rng_state()
     try:
         torch.manual_seed(0)

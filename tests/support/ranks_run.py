@@ -2,12 +2,17 @@
 
     python ranks_run.py SPECIFICATION DIRECTORY
 
-``SPECIFICATION``: JSON with ``model`` ("llama", or a name of ``hybrid_models``), ``layers`` (of
-"llama"), ``options`` (of ``vllm.LLM``), ``environment`` and ``engines``, the number of engines that
-serve at the same time with one tierd. With ``updates`` the weights are
-updated instead (``ranks_updates``). ``coordinated``: they are one deployment of a mixture of
-experts. vLLM has no such mode for other models, whose engines do not know of each other. Prints one
-line of JSON, as ``hybrid_run`` does, by engine.
+``SPECIFICATION``: a JSON list of objects with
+
+* ``model``: "llama", or a name of ``hybrid_models``; ``layers`` of "llama", and ``changes`` to the
+  configuration of the others
+* ``options`` of ``vllm.LLM``, and ``environment``
+* ``engines``: how many serve at the same time with one tierd. ``coordinated``: they are one
+  deployment of a mixture of experts. vLLM has no such mode for other models, whose engines do not
+  know of each other.
+* ``updates`` or ``faults``: see ``ranks_updates`` and ``ranks_faults``
+
+Prints one line of JSON for each, by engine, as ``hybrid_run`` does.
 
 Every engine is a child that is forked after the import of vLLM, which takes most of an engine's
 start, and its ranks are forked by vLLM.
@@ -38,6 +43,7 @@ from kvtier.harness.tiny_model import TinyLlama, write_llama
 # The directory of this script is on the path, and no package.
 hybrid_models = importlib.import_module("hybrid_models")
 hybrid_run = importlib.import_module("hybrid_run")
+ranks_faults = importlib.import_module("ranks_faults")
 ranks_updates = importlib.import_module("ranks_updates")
 ENGINE_SECONDS = 300.0
 """Only an engine that hangs takes as long."""
@@ -184,8 +190,9 @@ class Run:
         else:
             family = hybrid_models.MODELS[name]
             chunk = family.chunk_tokens
+            changes = specification.get("changes", {})
             model = Child.start(
-                lambda: str(hybrid_models.write_hybrid(name, directory / "model")), {}
+                lambda: str(hybrid_models.write_hybrid(name, directory / "model", **changes)), {}
             ).result()
             options = {**family.engine, **options}
         run_directory = Path("/dev/shm") / f"kvtier-ranks-{os.getpid()}"
@@ -255,6 +262,21 @@ class Run:
         (kvtier,) = self.stage(compute, {**self.kvtier, **more})
         return {"plain": plain["answers"], "kvtier": kvtier["answers"]}
 
+    def faults(self) -> dict[str, Any]:
+        """The answers of an engine with a rank that hangs and dies, and of the next one."""
+
+        def compute(
+            options: dict[str, Any], wanted: list[list[int]], _: dict[str, Any]
+        ) -> dict[str, Any]:
+            engine = hybrid_run._Engine(options)
+            engine.wait("not attached", engine.attached)
+            result: dict[str, Any] = ranks_faults.run(engine, wanted[0])
+            return {**result, "objects": len(engine.scheduler.session.replica)}
+
+        (first,) = self.stage(compute, self.kvtier)
+        (again,) = self.stage(_restarted, self.kvtier, first)
+        return {**first, **again}
+
     def all(self) -> list[dict[str, Any]]:
         """All three engines, or the three generations of each."""
         started = time.monotonic()
@@ -281,8 +303,11 @@ def main() -> None:
     for number, specification in enumerate(json.loads(sys.argv[1])):
         try:
             run = Run(specification, directory / str(number))
-            result: Any = run.updates() if specification.get("updates") else run.all()
-        except Exception as error:  # noqa: BLE001 - the others are of use
+            if specification.get("updates"):
+                result: Any = run.updates()
+            else:
+                result = run.faults() if specification.get("faults") else run.all()
+        except Exception as error:
             traceback.print_exc()
             result = {"error": f"{type(error).__name__}: {error}"}
         answers.write(json.dumps(result) + "\n")
