@@ -40,21 +40,28 @@ SPECIFICATIONS: dict[str, dict[str, Any]] = {
         "environment": {"VLLM_PP_LAYER_PARTITION": "2,1"},
     },
 }
+TENSOR_PARALLEL = {"model": "llama", "options": {"tensor_parallel_size": 2}}
+UPDATES, FAULTS = "updates of weights", "a rank that hangs, and dies"
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the engines of each specification computed. One process, because importing vLLM takes
     longer than all that follows."""
     directory = tmp_path_factory.mktemp("ranks")
     paths = [ROOT / "connector", ROOT, *filter(None, [os.environ.get("PYTHONPATH", "")])]
     log = directory / "engines.log"
+    specifications = {
+        **SPECIFICATIONS,
+        UPDATES: {**TENSOR_PARALLEL, "updates": True},
+        FAULTS: {**TENSOR_PARALLEL, "faults": True},
+    }
     with log.open("wb") as errors:
         done = subprocess.run(
             [
                 sys.executable,
                 str(ROOT / "tests" / "support" / "ranks_run.py"),
-                json.dumps(list(SPECIFICATIONS.values())),
+                json.dumps(list(specifications.values())),
                 str(directory / "cases"),
             ],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
@@ -66,12 +73,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     if done.returncode:
         pytest.fail(f"exit status {done.returncode}:\n{log.read_text()[-6000:]}")
-    return dict(zip(SPECIFICATIONS, lines, strict=True))
+    return dict(zip(specifications, lines, strict=True))
 
 
 @pytest.mark.parametrize("name", SPECIFICATIONS)
 def test_prompts_are_reloaded_from_ram_and_from_files_with_the_same_tokens(
-    name: str, results: dict[str, list[dict[str, Any]]]
+    name: str, results: dict[str, Any]
 ) -> None:
     specification = SPECIFICATIONS[name]
     options = specification["options"]
@@ -94,3 +101,40 @@ def test_prompts_are_reloaded_from_ram_and_from_files_with_the_same_tokens(
         assert result["failures"] == result["failures_restarted"] == {}
     # Engines of one data parallel deployment share a namespace.
     assert len({result["namespace"] for result in engines}) == 1
+
+
+def test_updated_weights_have_their_own_objects_on_every_rank(results: dict[str, Any]) -> None:
+    """By reload and by transfer, after failed updates, a sleep, and an update that keeps vLLM's
+    cache."""
+    assert "error" not in results[UPDATES], results[UPDATES]
+    plain, kvtier = results[UPDATES]["plain"], results[UPDATES]["kvtier"]
+    assert [each["name"] for each in plain] == [each["name"] for each in kvtier]
+    namespaces: dict[str, set[str]] = {"A": set(), "B": set()}
+    for expected, found in zip(plain, kvtier, strict=True):
+        name = found["name"]
+        assert found["tokens"] == expected["tokens"], name
+        if "usable" in found:
+            assert not found["usable"], "vLLM's own cache is stale"
+            continue
+        assert found["again"] == expected["tokens"], name
+        assert found["loaded"] == 7 * 64, name
+        namespaces[name[0]].add(found["namespace"])
+    answers = {tuple(each["tokens"]) for each in plain if "usable" not in each}
+    assert len(answers) == 2, "the weights differ"
+    assert [len(each) for each in namespaces.values()] == [1, 1]
+    assert namespaces["A"] != namespaces["B"]
+
+
+def test_a_load_goes_on_when_a_hung_rank_does_and_no_request_waits_for_a_dead_one(
+    results: dict[str, Any],
+) -> None:
+    found = results[FAULTS]
+    assert "error" not in found, found
+    assert found["hangs"] == found["tokens"]
+    assert found["hang_loaded"] == 7 * 64
+    assert (found["referenced"], found["loads_left"]) == (0, 0)
+    # vLLM ends an engine of which a rank has died.
+    assert found["death_offered"] == 7 * 64
+    assert not found["death"].startswith("TimeoutError"), found["death"]
+    assert found["restarted"]["tokens"][0] == found["tokens"]
+    assert found["restarted"]["loaded"]["1"] == 7 * 64

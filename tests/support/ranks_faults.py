@@ -22,19 +22,24 @@ def run(engine: Any, tokens: list[int]) -> dict[str, Any]:
     result: dict[str, Any] = {"tokens": engine.run(tokens)}
     engine.wait("not stored", engine.stored)
 
-    _begin_load(engine, "hangs", tokens)
+    in_flight = engine.scheduler.loads.in_flight
+    _queue(engine, "hangs", tokens)
+    loaded = sum(in_flight.loaded_tokens.values())
     os.kill(victim, signal.SIGSTOP)
     timer = threading.Timer(HANG_SECONDS, os.kill, (victim, signal.SIGCONT))
     timer.start()
     started = time.monotonic()
+    # The first step begins the load, and gives it to the workers.
     result["hangs"] = driver.finish(["hangs"])["hangs"]["tokens"]
     result["hang_seconds"] = time.monotonic() - started
     timer.join()
     driver.settle()
+    result["hang_loaded"] = sum(in_flight.loaded_tokens.values()) - loaded
     result["referenced"] = engine.scheduler.stores.referenced_blocks
-    result["loads_left"] = len(engine.scheduler.loads.in_flight)
+    result["loads_left"] = len(in_flight)
 
-    _begin_load(engine, "dies", tokens)
+    _queue(engine, "dies", tokens)
+    offered = in_flight.counts.offered_tokens
     os.kill(victim, signal.SIGKILL)
     started = time.monotonic()
     try:
@@ -42,30 +47,13 @@ def run(engine: Any, tokens: list[int]) -> dict[str, Any]:
     except Exception as error:  # vLLM's own, of several classes
         result["death"] = f"{type(error).__name__}: {error}"
     result["death_seconds"] = time.monotonic() - started
+    result["death_offered"] = in_flight.counts.offered_tokens - offered
     return result
 
 
-def _begin_load(engine: Any, name: str, tokens: list[int]) -> None:
-    """Queues the prompt, and steps until its load has begun."""
+def _queue(engine: Any, name: str, tokens: list[int]) -> None:
+    """Queues a prompt that is in RAM, with an empty GPU cache."""
     if not engine.driver.reset_prefix_cache():
         raise TimeoutError("the GPU cache could not be emptied")
     engine.wait("not attached after a reset", engine.attached)
     engine.driver.add(name, tokens, 12)
-    deadline = time.monotonic() + 60
-    begun: list[int] = []
-    in_flight = engine.scheduler.loads.in_flight
-    start = in_flight.start
-
-    def noted(*arguments: Any) -> None:
-        start(*arguments)
-        begun.append(1)
-
-    in_flight.start = noted
-    try:
-        # The load is begun while vLLM schedules, so that its workers get it in this step.
-        while not begun:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{name} is not loaded")
-            engine.driver.step()
-    finally:
-        in_flight.start = start
