@@ -137,4 +137,5 @@ def test_a_load_goes_on_when_a_hung_rank_does_and_no_request_waits_for_a_dead_on
     assert found["death_offered"] == 7 * 64
     assert not found["death"].startswith("TimeoutError"), found["death"]
     assert found["restarted"]["tokens"][0] == found["tokens"]
-    assert found["restarted"]["loaded"]["1"] == 7 * 64
+    # The next engine has the objects, and another prompt begins with four of them.
+    assert sum(found["restarted"]["loaded"].values()) == (7 + 4) * 64
