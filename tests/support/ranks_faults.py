@@ -8,8 +8,8 @@ import threading
 import time
 from typing import Any
 
-HANG_SECONDS = 3.0
-"""Longer than the limit of a load."""
+HANG_SECONDS = 4.0
+"""tierd takes a process without a message for 3 s as lost."""
 
 
 def run(engine: Any, tokens: list[int]) -> dict[str, Any]:
@@ -25,6 +25,7 @@ def run(engine: Any, tokens: list[int]) -> dict[str, Any]:
     in_flight = engine.scheduler.loads.in_flight
     _queue(engine, "hangs", tokens)
     loaded = sum(in_flight.loaded_tokens.values())
+    failures = sum(in_flight.counts.failures.values())
     os.kill(victim, signal.SIGSTOP)
     timer = threading.Timer(HANG_SECONDS, os.kill, (victim, signal.SIGCONT))
     timer.start()
@@ -35,9 +36,11 @@ def run(engine: Any, tokens: list[int]) -> dict[str, Any]:
     timer.join()
     driver.settle()
     result["hang_loaded"] = sum(in_flight.loaded_tokens.values()) - loaded
+    result["hang_failures"] = sum(in_flight.counts.failures.values()) - failures
     result["referenced"] = engine.scheduler.stores.referenced_blocks
     result["loads_left"] = len(in_flight)
 
+    # After a loss the ranks have attached again.
     _queue(engine, "dies", tokens)
     offered = in_flight.counts.offered_tokens
     os.kill(victim, signal.SIGKILL)

@@ -150,7 +150,9 @@ def run(engine: Any, tokens: list[int], a: Path, b: Path) -> list[dict[str, Any]
     ):
         update(directory)
         updates.answer(name)
+    # vLLM cannot compute with what a failed update has left, until another one succeeds.
     updates.fails(updates.reload, a / "absent")
+    updates.reload(a)
     updates.answer("A after a failed reload")
     updates.fails(updates.transfer, a / "absent")
     updates.transfer(b)
