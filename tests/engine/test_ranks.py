@@ -104,8 +104,7 @@ def test_prompts_are_reloaded_from_ram_and_from_files_with_the_same_tokens(
 
 
 def test_updated_weights_have_their_own_objects_on_every_rank(results: dict[str, Any]) -> None:
-    """By reload and by transfer, after failed updates, a sleep, and an update that keeps vLLM's
-    cache."""
+    """By reload and by transfer, after a sleep, and after an update that keeps vLLM's cache."""
     assert "error" not in results[UPDATES], results[UPDATES]
     plain, kvtier = results[UPDATES]["plain"], results[UPDATES]["kvtier"]
     assert [each["name"] for each in plain] == [each["name"] for each in kvtier]

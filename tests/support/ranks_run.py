@@ -221,11 +221,13 @@ class Run:
         self.environment = specification.get("environment", {})
         self.wanted = hybrid_run.prompts(chunk)
 
-    def stage(self, stage: Stage, options: dict[str, Any], *before: dict[str, Any]) -> Any:
-        """Runs a stage in every engine at the same time; the result of each."""
+    def stage(
+        self, stage: Stage, options: dict[str, Any], *before: dict[str, Any], engines: int = 0
+    ) -> Any:
+        """Runs a stage in every engine, or in ``engines``, at the same time; the result of each."""
         ports = {"VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(free_port())}
         children = []
-        for number in range(self.engines):
+        for number in range(engines or self.engines):
             known = before[number] if before else {}
             environment = {
                 **self.environment,
@@ -280,7 +282,8 @@ class Run:
     def all(self) -> list[dict[str, Any]]:
         """All three engines, or the three generations of each."""
         started = time.monotonic()
-        plain = self.stage(_plain, self.plain)
+        plain = self.stage(_plain, self.plain, engines=self.engines if self.coordinated else 1)
+        plain *= self.engines // len(plain)
         first = self.stage(_first, self.kvtier)
         again = self.stage(_restarted, self.kvtier, *first)
         seconds = {"seconds": round(time.monotonic() - started, 1)}
