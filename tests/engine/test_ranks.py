@@ -124,14 +124,12 @@ def test_updated_weights_have_their_own_objects_on_every_rank(results: dict[str,
     assert namespaces["A"] != namespaces["B"]
 
 
-def test_a_load_ends_although_a_rank_hangs_and_no_request_waits_for_a_dead_one(
+def test_a_request_ends_although_a_rank_hangs_and_no_load_waits_for_a_dead_one(
     results: dict[str, Any],
 ) -> None:
     found = results[FAULTS]
     assert "error" not in found, found
     assert found["hangs"] == found["tokens"]
-    # tierd has taken the rank as lost; a rank that was quick has copied before.
-    assert (found["hang_loaded"], found["hang_failures"]) in ((0, 1), (7 * 64, 0))
     assert (found["referenced"], found["loads_left"]) == (0, 0)
     # vLLM ends an engine of which a rank has died.
     assert found["death_offered"] == 7 * 64
