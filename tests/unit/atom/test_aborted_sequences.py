@@ -24,7 +24,7 @@ def test_nothing_is_saved_from_blocks_that_are_about_to_be_freed(fails: float) -
     bench.add(PROMPT, number=1)
     bench.run()
     bench.forget_gpu()
-    # The first chunk is in GPU memory again, and then no tier has it any more.
+    # The first chunk is in GPU memory again, and then no tier has it.
     limits, loads._limits = loads._limits, replace(loads._limits, min_load_tokens=1_000)
     bench.add(PROMPT[: CHUNK + 1], number=2)
     bench.run()

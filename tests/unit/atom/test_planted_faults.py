@@ -142,7 +142,7 @@ def failed_loads_are_not_reported(patch: Patch) -> None:
 
 
 def standstills_are_not_ended(patch: Patch) -> None:
-    """A loaded sequence behind one that does not fit holds its blocks for ever."""
+    """A loaded sequence behind one that does not fit holds its blocks indefinitely."""
     patch.setattr(AtomScheduler, "_wake_holders", lambda self: None)
 
 
