@@ -87,33 +87,6 @@ MODELS: dict[str, HybridModel] = {
         "olmo3",
         {"sliding_window": WINDOW, "layer_types": [SLIDING, SLIDING, SLIDING, FULL]},
     ),
-    "llama4": HybridModel(
-        "llama4_text",
-        {
-            "attention_chunk_size": 128,
-            "layer_types": ["chunked_attention"] * 3 + [FULL],
-            "no_rope_layers": [1, 1, 1, 0],
-            "intermediate_size_mlp": 256,
-            "num_local_experts": 2,
-            "num_experts_per_tok": 1,
-            "interleave_moe_layer_step": 1,
-            "use_qk_norm": False,
-            "attn_temperature_tuning": False,
-        },
-    ),
-    "gemma4": HybridModel(
-        "gemma4_text",
-        {
-            "sliding_window": WINDOW,
-            "layer_types": [SLIDING, SLIDING, SLIDING, FULL],
-            "global_head_dim": 64,
-            "hidden_size_per_layer_input": 0,
-            "vocab_size_per_layer_input": 512,
-            "num_kv_shared_layers": 0,
-            "tie_word_embeddings": True,
-        },
-        embedding_scale=0.01,
-    ),
     "granite": HybridModel(
         "granitemoehybrid",
         {
