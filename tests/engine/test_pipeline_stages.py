@@ -1,4 +1,8 @@
-"""Ranks with shards of unequal size: pipeline stages with different numbers of layers."""
+"""Ranks with shards of unequal size: pipeline stages with different numbers of layers.
+
+The ranks are spawned, as vLLM's CPU engine does by itself. In ``test_ranks`` they are forked, and
+the first stage is the larger one.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +61,7 @@ def pipeline_payload(payload: Path, scratch: Path) -> Path:
     return directory
 
 
-@pytest.fixture(scope="module", params=["2,1", "1,2"])
+@pytest.fixture(scope="module", params=["1,2"])
 def case(
     request: pytest.FixtureRequest, pipeline_payload: Path, scratch: Path
 ) -> Iterator[EngineTestbed]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.config.models import Daemon
+from kvtier.harness.engine_process import EngineProcessError
 from kvtier.harness.engine_requests import ReferenceEngine
 from kvtier.harness.engine_testbed import (
     CHUNK_TOKENS,
@@ -108,6 +109,22 @@ def test_updated_weights_have_their_own_objects_and_the_old_ones_come_back(
         namespaces.append(case.drive("connector")["namespace"])
     assert namespaces[0] == namespaces[2] != namespaces[1]
     assert all((case.files_root / each).is_dir() for each in namespaces)
+
+
+def test_after_a_failed_update_the_same_weights_have_their_objects_again(
+    case: EngineTestbed, model: Path, plain: ReferenceEngine
+) -> None:
+    """vLLM cannot compute with what a failed update has left, until another one succeeds."""
+    tokens = _tokens(22)
+    assert case.requests().run(tokens) == plain.tokens(tokens)
+    case.settle_stores()
+    namespace = case.drive("connector")["namespace"]
+    with pytest.raises(EngineProcessError):
+        _control(case, "update_weights", str(model / "absent"))
+    _control(case, "update_weights", str(model))
+    assert _control(case, "reset_prefix_cache")
+    assert _reload(case, tokens, plain.tokens(tokens)) == CHUNKS * CHUNK_TOKENS
+    assert case.drive("connector")["namespace"] == namespace
 
 
 def test_an_update_that_keeps_the_cache_stores_nothing_until_the_next_reset(

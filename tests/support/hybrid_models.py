@@ -142,14 +142,17 @@ MODELS: dict[str, HybridModel] = {
 }
 
 
-def write_hybrid(name: str, directory: Path) -> Path:
-    """Writes the model called ``name`` into ``directory``; returns the directory."""
+def write_hybrid(name: str, directory: Path, **changes: Any) -> Path:
+    """Writes the model called ``name`` into ``directory``; returns the directory.
+
+    ``changes``: values of its configuration that differ.
+    """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model = MODELS[name]
-    config = AutoConfig.for_model(model.model_type, **{**_COMMON, **model.values})
+    config = AutoConfig.for_model(model.model_type, **{**_COMMON, **model.values, **changes})
     state = torch.random.get_rng_state()
     try:
         torch.manual_seed(0)

@@ -25,12 +25,17 @@ class CallInjector:
         self._spared = spared
         self._raise_at: int | None = 0
         self._calls = 0
+        self.raised = ""
+        """The function in whose place it raised since ``raise_at``. Other threads decide which
+        calls are left to this one, so that it may be another one, or none."""
         self.found: dict[tuple[str, str], int] = {}
         """By function and caller: the number of the first such call."""
 
     def raise_at(self, number: int | None) -> None:
         """Raises at the call with this number from now on, counted from 1; None: not at all."""
         self._calls, self._raise_at = 0, number
+        if number:
+            self.raised = ""
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -58,4 +63,5 @@ class CallInjector:
             place = (code.co_qualname, caller.f_code.co_qualname)
             self.found.setdefault(place, self._calls)
         elif self._calls == self._raise_at:
-            raise InjectedError(code.co_qualname)
+            self.raised = code.co_qualname
+            raise InjectedError(self.raised)

@@ -2,10 +2,17 @@
 
     python ranks_run.py SPECIFICATION DIRECTORY
 
-``SPECIFICATION``: JSON with ``model`` ("llama", or a name of ``hybrid_models``), ``layers`` (of
-"llama"), ``options`` (of ``vllm.LLM``), ``environment`` and ``engines``, the number of engines with
-data parallelism that serve at the same time. Prints one line of JSON, as ``hybrid_run`` does, by
-engine.
+``SPECIFICATION``: a JSON list of objects with
+
+* ``model``: "llama", or a name of ``hybrid_models``; ``layers`` of "llama", and ``changes`` to the
+  configuration of the others
+* ``options`` of ``vllm.LLM``, and ``environment``
+* ``engines``: how many serve at the same time with one tierd. ``coordinated``: they are one
+  deployment of a mixture of experts. vLLM has no such mode for other models, whose engines do not
+  know of each other.
+* ``updates`` or ``faults``: see ``ranks_updates`` and ``ranks_faults``
+
+Prints one line of JSON for each, by engine, as ``hybrid_run`` does.
 
 Every engine is a child that is forked after the import of vLLM, which takes most of an engine's
 start, and its ranks are forked by vLLM.
@@ -36,6 +43,8 @@ from kvtier.harness.tiny_model import TinyLlama, write_llama
 # The directory of this script is on the path, and no package.
 hybrid_models = importlib.import_module("hybrid_models")
 hybrid_run = importlib.import_module("hybrid_run")
+ranks_faults = importlib.import_module("ranks_faults")
+ranks_updates = importlib.import_module("ranks_updates")
 ENGINE_SECONDS = 300.0
 """Only an engine that hangs takes as long."""
 Stage = Callable[[dict[str, Any], list[list[int]], dict[str, Any]], dict[str, Any]]
@@ -135,7 +144,7 @@ def _first(options: dict[str, Any], wanted: list[list[int]], _: dict[str, Any]) 
     result["failures"] = dict(loads.in_flight.counts.failures)
     result["objects"] = len(engine.scheduler.session.replica)
     result["namespace"] = engine.scheduler.session.ready.namespace
-    engine.close()
+    _close_together(engine, "first")
     return result
 
 
@@ -148,8 +157,19 @@ def _restarted(
     engine.wait("files not found", lambda: len(replica) >= first["objects"])
     result = {"restarted": engine.pass_over(wanted)}
     result["failures_restarted"] = dict(engine.scheduler.loads.in_flight.counts.failures)
-    engine.close()
+    _close_together(engine, "restarted")
     return result
+
+
+def _close_together(engine: Any, stage: str) -> None:
+    """Closes an engine when all have come so far: the first one has started the tierd of all."""
+    directory, engines = Path(os.environ["RANKS_DIRECTORY"]), int(os.environ["RANKS_ENGINES"])
+    (directory / f"{stage}-{os.getpid()}").touch()
+    deadline = time.monotonic() + ENGINE_SECONDS
+    while len(list(directory.glob(f"{stage}-*"))) < engines and time.monotonic() < deadline:
+        engine.driver.settle()
+        time.sleep(0.05)
+    engine.close()
 
 
 class Run:
@@ -166,11 +186,13 @@ class Run:
         if name == "llama":
             shape = TinyLlama(layers=specification.get("layers", 4), kv_heads=4)
             model, chunk = write_llama(directory / "model", shape), 64
+            self.models = (model, write_llama(directory / "other", shape, seed=7))
         else:
             family = hybrid_models.MODELS[name]
             chunk = family.chunk_tokens
+            changes = specification.get("changes", {})
             model = Child.start(
-                lambda: str(hybrid_models.write_hybrid(name, directory / "model")), {}
+                lambda: str(hybrid_models.write_hybrid(name, directory / "model", **changes)), {}
             ).result()
             options = {**family.engine, **options}
         run_directory = Path("/dev/shm") / f"kvtier-ranks-{os.getpid()}"
@@ -193,18 +215,26 @@ class Run:
                 "kv_connector_extra_config": {"topology": str(topology)},
             },
         }
+        self.directory = directory
         self.engines = specification.get("engines", 1)
+        self.coordinated = specification.get("coordinated", False)
         self.environment = specification.get("environment", {})
         self.wanted = hybrid_run.prompts(chunk)
 
-    def stage(self, stage: Stage, options: dict[str, Any], *before: dict[str, Any]) -> Any:
-        """Runs a stage in every engine at the same time; the result of each."""
+    def stage(
+        self, stage: Stage, options: dict[str, Any], *before: dict[str, Any], engines: int = 0
+    ) -> Any:
+        """Runs a stage in every engine, or in ``engines``, at the same time; the result of each."""
         ports = {"VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(free_port())}
         children = []
-        for number in range(self.engines):
+        for number in range(engines or self.engines):
             known = before[number] if before else {}
-            environment = dict(self.environment)
-            if self.engines > 1:
+            environment = {
+                **self.environment,
+                "RANKS_DIRECTORY": str(self.directory),
+                "RANKS_ENGINES": str(self.engines),
+            }
+            if self.coordinated:
                 environment |= {
                     **ports,
                     "VLLM_DP_SIZE": str(self.engines),
@@ -216,10 +246,44 @@ class Run:
             )
         return [child.result() for child in children]
 
+    def updates(self) -> dict[str, Any]:
+        """The answers of an engine without KVTier and of one with it."""
+
+        def compute(
+            options: dict[str, Any], wanted: list[list[int]], _: dict[str, Any]
+        ) -> dict[str, Any]:
+            engine = hybrid_run._Engine(options)
+            if engine.driver.scheduler.connector is not None:
+                engine.wait("not attached", engine.attached)
+            answers = ranks_updates.run(engine, wanted[0], *self.models)
+            engine.close()
+            return {"answers": answers}
+
+        more = {"weight_transfer_config": {"backend": ranks_updates.BACKEND}}
+        (plain,) = self.stage(compute, {**self.plain, **more})
+        (kvtier,) = self.stage(compute, {**self.kvtier, **more})
+        return {"plain": plain["answers"], "kvtier": kvtier["answers"]}
+
+    def faults(self) -> dict[str, Any]:
+        """The answers of an engine with a rank that hangs and dies, and of the next one."""
+
+        def compute(
+            options: dict[str, Any], wanted: list[list[int]], _: dict[str, Any]
+        ) -> dict[str, Any]:
+            engine = hybrid_run._Engine(options)
+            engine.wait("not attached", engine.attached)
+            result: dict[str, Any] = ranks_faults.run(engine, wanted[0])
+            return {**result, "objects": len(engine.scheduler.session.replica)}
+
+        (first,) = self.stage(compute, self.kvtier)
+        (again,) = self.stage(_restarted, self.kvtier, first)
+        return {**first, **again}
+
     def all(self) -> list[dict[str, Any]]:
         """All three engines, or the three generations of each."""
         started = time.monotonic()
-        plain = self.stage(_plain, self.plain)
+        plain = self.stage(_plain, self.plain, engines=self.engines if self.coordinated else 1)
+        plain *= self.engines // len(plain)
         first = self.stage(_first, self.kvtier)
         again = self.stage(_restarted, self.kvtier, *first)
         seconds = {"seconds": round(time.monotonic() - started, 1)}
@@ -237,9 +301,18 @@ def main() -> None:
     import vllm  # noqa: F401 - once for all children
 
     fork_ranks()
+    ranks_updates.register()
     directory = Path(sys.argv[2])
     for number, specification in enumerate(json.loads(sys.argv[1])):
-        result = Run(specification, directory / str(number)).all()
+        try:
+            run = Run(specification, directory / str(number))
+            if specification.get("updates"):
+                result: Any = run.updates()
+            else:
+                result = run.faults() if specification.get("faults") else run.all()
+        except Exception as error:
+            traceback.print_exc()
+            result = {"error": f"{type(error).__name__}: {error}"}
         answers.write(json.dumps(result) + "\n")
         answers.flush()
 

@@ -354,7 +354,10 @@ def _group(
             layers.append(layout)
             tensors.append(tensor)
     if not layers:
-        raise CodecError(f"group {index} has no layers")
+        raise CodecError(
+            f"group {index} has no layers on this rank: every pipeline stage must have a layer of "
+            "each KV cache group"
+        )
     segments = _segments(layers, tensors)
     return GroupLayout(
         layers=tuple(layers),

@@ -167,7 +167,8 @@ def test_an_error_in_any_call_of_the_hooks_loses_no_report(tmp_path: Path) -> No
         _check(engine, place)
         counts = engine.testbed.worker._counters.snapshot()
         counted = ("step_errors", "thread_failures", "off")
-        assert engine.connector._hook_errors or any(counts.get(each) for each in counted), place
+        found = engine.connector._hook_errors or any(counts.get(each) for each in counted)
+        assert found or not calls.raised, f"not counted: {calls.raised}"
 
 
 def test_the_jobs_of_a_step_that_could_not_be_taken_are_reported_as_failed(
