@@ -98,7 +98,8 @@ COUNTERS: dict[str, CounterLabels] = {
         "Objects that wait in RAM to be written, by reason.", "too_many_pending", "write_budget"
     ),
     "tier_writes_skipped": _tier(
-        "Objects that the store policy did not admit to a tier, by reason.", "not_reused"
+        "Objects that the store policy or a request did not admit to a tier, by reason.",
+        "expires", "hint_tiers", "not_reused",
     ),
     "prefetch_reads": _tier("Reads for requests that wait in an engine's queue."),
     # Promotions.
@@ -108,8 +109,8 @@ COUNTERS: dict[str, CounterLabels] = {
     "promotions": _global("Promotions that began."),
     "promotions_cut": _global(
         "Prefixes of promotions that were cut, by reason.",
-        *READ_ERRORS, "absent", "breaker", "fenced", "no_slot", "no_time", "read_past_its_estimate",
-        "recovered_corrupt", "selection", "tier_timeout", "too_many_promotions",
+        *READ_ERRORS, "absent", "breaker", "expired", "fenced", "no_slot", "no_time", "read_past_its_estimate",
+        "recovered_corrupt", "selection", "tenant_quota", "tier_timeout", "too_many_promotions",
     ),
     "promotions_ended": _global(
         "Promotions that ended, by outcome.",
@@ -129,7 +130,7 @@ COUNTERS: dict[str, CounterLabels] = {
     "late_cancels": _global("Cancellations of promotions that had ended."),
     "loads": _global("Loads from RAM into GPU memory that began."),
     "loads_cut": _global(
-        "Prefixes of loads that were cut, by reason.", "gone", "unknown_group", "unverified"
+        "Prefixes of loads that were cut, by reason.", "expired", "gone", "unknown_group", "unverified"
     ),
     "loads_rejected": _global("Loads that were rejected, by reason.", "too_many"),
     "loads_without_promotion": _global("Loads that name a promotion that has ended."),
@@ -137,7 +138,7 @@ COUNTERS: dict[str, CounterLabels] = {
     "stores_cancelled": _global(
         "Stores that were cancelled, by reason.",
         "aborted", "engine_closed", "no_predecessor", "pending", "present", "read_meanwhile",
-        "reset",
+        "reset", "tenant_quota",
     ),
     "stores_committed": _global("Objects that were stored in RAM."),
     "stores_dropped_at_end": _global("Stores that were pending when tierd ended."),
@@ -145,6 +146,16 @@ COUNTERS: dict[str, CounterLabels] = {
     "eviction_notices_ended": _global(
         "Eviction notices that ended, by reason.", "acknowledged", "timed_out"
     ),
+    "objects_expired": _global("Objects in RAM whose time to live has passed."),
+    "pins": _global("Objects in RAM that requests have pinned."),
+    "pins_ended": _global(
+        "Objects that are no longer pinned, by reason.", "expired", "limit", "reclaimed"
+    ),
+    "pins_refused": _global(
+        "Objects that requests could not pin, by reason.",
+        "not_in_ram", "tenant_limit", "tier_limit",
+    ),
+    "tenant_evictions": _global("Objects that were evicted from RAM for their tenant's share."),
     "evictions": _global("Objects that were evicted from RAM."),
     "evictions_cancelled": _global("Evictions that ended because the object was used again."),
     "late_eviction_acks": _global("Acknowledgements of eviction notices that had ended."),

@@ -49,13 +49,17 @@ class ObjectMeta:
     ``shard_bytes[i]`` is the exact size of rank i's shard. In memory and in files shard i starts at
     the sum of the aligned sizes before it. ``checksums[i]`` covers those bytes without padding.
     ``previous``: key of the object that precedes this one in its prefix, for the order of eviction;
-    empty if it is the first or that is not known. A tier need not store it.
+    empty if it is the first or that is not known. A tier need not store it. ``tenant``: whom it
+    belongs to (``kvtier.tenants``), empty if nobody. ``expires_at``: when it must not be used any
+    more, in seconds since the epoch; 0: never. Only tiers that ``expires`` store that.
     """
 
     shard_bytes: tuple[int, ...]
     checksum_kind: str
     checksums: tuple[bytes, ...]
     previous: bytes = field(default=b"", compare=False)
+    tenant: bytes = field(default=b"", compare=False)
+    expires_at: int = field(default=0, compare=False)
 
     @property
     def payload_bytes(self) -> int:
@@ -67,12 +71,16 @@ class ObjectMeta:
 class TierCapabilities:
     """What a tier can do. ``persistent``: objects survive this process. ``shared``: other processes
     write there too. ``indexed``: ``contains`` knows every object; otherwise ``probe`` may find one
-    that it does not know.
+    that it does not know. ``expires``: what has expired is never read, and is removed; other tiers
+    are given no such objects. ``tenants``: it bounds what each tenant holds
+    (``TierLimits.tenant_percent``).
     """
 
     persistent: bool
     shared: bool
     indexed: bool
+    expires: bool = False
+    tenants: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +102,8 @@ class TierLimits:
 
     ``load_timeout_seconds``: how long a load from this tier may take. A tier that can end a read
     ends it then. ``min_free_bytes``, ``min_free_percent``: what stays free on the file system,
-    whatever uses it; the larger of both.
+    whatever uses it; the larger of both. ``tenant_percent``: what one tenant may hold of the
+    capacity.
     """
 
     capacity_bytes: int
@@ -105,6 +114,7 @@ class TierLimits:
     load_timeout_seconds: float = 5.0
     min_free_bytes: int = 0
     min_free_percent: int = 0
+    tenant_percent: int = 100
 
     @property
     def keeps_free(self) -> bool:
