@@ -68,6 +68,24 @@ class CheckedOrder:
         self._parked.pop(found)
         return found
 
+    def next_of(self, tenant: bytes) -> Entry | None:
+        found = self._inner.next_of(tenant)
+        own = [each for each, parked in self._parked.items() if each.tenant == tenant and not parked]
+        followed = {(each.namespace, each.previous) for each in self._parked if each.previous}
+        ends = [each for each in own if (each.namespace, each.key) not in followed]
+        assert (found in ends) if ends else found is None, "not an end of the tenant's own"
+        return found
+
+    def count_of(self, tenant: bytes) -> tuple[int, int]:
+        found = self._inner.count_of(tenant)
+        if tenant:
+            own = [parked for each, parked in self._parked.items() if each.tenant == tenant]
+            assert found == (len(own), own.count(False))
+        return found
+
+    def retain(self, item: Entry, retained: bool) -> None:
+        self._inner.retain(item, retained)
+
     def _before(self, item: Entry) -> set[Entry]:
         """What an object follows. Messages can say that two objects follow each other: then neither
         has to go first."""
