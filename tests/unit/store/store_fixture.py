@@ -39,6 +39,7 @@ from kvtier.store.types import (
     KeysEvicting,
     Owner,
     PromotionEnded,
+    PromotionOptions,
     StoreCounters,
     StoreEvent,
 )
@@ -416,10 +417,14 @@ class StoreFixture:
         """How many chunks of a prompt are in RAM, up to the first one that is not."""
         return next((i for i, chunk in enumerate(chunks) if not self.bits(chunk) & 1), len(chunks))
 
-    def promote(self, *chunks: int, budget: float = 5.0, engine: str = "e") -> int:
+    def promote(
+        self, *chunks: int, budget: float = 5.0, engine: str = "e", owner: Owner = NO_OWNER
+    ) -> int:
         """Starts a promotion of chunks; returns the promotion's number."""
         number = self.number()
-        self.store.promote(engine, number, [(0, block_hash(chunk)) for chunk in chunks], budget)
+        keys = [(0, block_hash(chunk)) for chunk in chunks]
+        options = PromotionOptions(owner=owner)
+        self.store.promote(engine, number, keys, budget, None, options)
         self.pump()
         return number
 
