@@ -192,6 +192,7 @@ SOURCES = {
     "stop_all": ("load_failures", 0),
     "abandon": ("load_failures", 0),
     "_drain": ("load_failures", 0),
+    "_reject": ("rejected_hints", 1),
     "_drop": ("dropped_stores", 1),
     "_drop_held": ("dropped_stores", 1),
     "_drop_planned": ("dropped_stores", 0),
@@ -211,6 +212,8 @@ def counted() -> Iterator[tuple[str, str]]:
 
 
 def _counted_by(node: ast.AST) -> Iterator[tuple[str, str]]:
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "InvalidHintError":
+        yield from (("rejected_hints", value) for value in _strings(node.args[0]))
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         owner = ast.unparse(node.func.value)
         if node.func.attr in SOURCES:

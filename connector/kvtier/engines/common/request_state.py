@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from blake3 import blake3
 
 from kvtier import keys
+from kvtier.engines.common.hints import NO_HINTS, RequestHints
 from kvtier.engines.common.lora import AdapterDigests
 from kvtier.planner import Frontier, Part
 
@@ -75,6 +76,7 @@ class RequestState:
         "cached_match",
         "computed_tokens",
         "frontier",
+        "hints",
         "load_end",
         "load_failed",
         "load_id",
@@ -90,8 +92,9 @@ class RequestState:
         "stores_in_flight",
     )
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, hints: RequestHints = NO_HINTS) -> None:
         self.request = request
+        self.hints = hints
         self.request_id = str(request.request_id)
         self.skip_reason = initial_skip_reason(request)
         """Why the request is neither loaded nor stored; empty if it is."""

@@ -251,6 +251,11 @@ class TierdSession:
         """Returns the live values of a tier."""
         return self.live.tiers.get(self.tier_name(index)) or LiveTier()
 
+    @property
+    def tier_names(self) -> tuple[str, ...]:
+        """The names of all tiers, in order."""
+        return self._tier_names
+
     def tier_name(self, index: int) -> str:
         """Returns the name of a tier."""
         names = self._tier_names

@@ -98,6 +98,14 @@ COUNTERS = (
             "wait_for_save",
         ),
     ),
+    Metric(
+        "rejected_hints",
+        "Requests whose hints were ignored because one of them is not valid, by reason.",
+        "reason",
+        (
+            "duplicate", "range", "too_many", "type", "unknown", "unknown_tier", "version",
+        ),
+    ),
     Metric("rearms", "How often KVTier was used again some time after an unexpected error."),
     Metric(
         "off",

@@ -31,6 +31,7 @@ from kvtier.engines.vllm.load_records import LoadCounts
 from kvtier.engines.vllm.metadata import StepMetadata, WorkerReport
 from kvtier.engines.vllm.metrics import KVTierStats
 from kvtier.engines.vllm.queued_prefixes import QueuedPrefixes
+from kvtier.engines.vllm.request_hints import HintReader
 from kvtier.engines.vllm.scheduler_loads import SchedulerLoads
 from kvtier.engines.vllm.weights_state import WeightsState
 from kvtier.planner import GroupKind, Planner
@@ -84,6 +85,7 @@ class KVTierConnectorScheduler:
             number for number, group in enumerate(planner.groups) if group.kind is GroupKind.STATE
         )
         self.weights = WeightsState(planner.ranks, clock)
+        self._hints = HintReader(lambda: session.tier_names, clock)
         self._adapters = adapters or AdapterDigests()
         self._states: dict[str, RequestState] = {}
         self._steps: deque[_BuiltStep] = deque()
@@ -188,7 +190,7 @@ class KVTierConnectorScheduler:
         request_id = str(request.request_id)
         state = self._states.get(request_id)
         if state is None or state.request is not request:
-            state = self._states[request_id] = RequestState(request)
+            state = self._states[request_id] = RequestState(request, self._hints.read(request))
         return state
 
     # Steps.
@@ -503,6 +505,8 @@ class KVTierConnectorScheduler:
         stats.observe_loads(counts.load_seconds)
         stats.add_all("dropped_stores", self.stores.dropped)
         self.stores.dropped.clear()
+        stats.add_all("rejected_hints", self._hints.rejected)
+        self._hints.rejected.clear()
 
     def snapshot(self) -> dict[str, object]:
         """Returns the current state, for debugging and tests."""
