@@ -70,7 +70,9 @@ class CheckedOrder:
 
     def next_of(self, tenant: bytes) -> Entry | None:
         found = self._inner.next_of(tenant)
-        own = [each for each, parked in self._parked.items() if each.tenant == tenant and not parked]
+        own = [
+            each for each, parked in self._parked.items() if each.tenant == tenant and not parked
+        ]
         followed = {(each.namespace, each.previous) for each in self._parked if each.previous}
         ends = [each for each in own if (each.namespace, each.key) not in followed]
         assert (found in ends) if ends else found is None, "not an end of the tenant's own"

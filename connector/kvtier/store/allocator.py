@@ -92,9 +92,7 @@ class SlotAllocator:
         orders = self._resident.orders()
         return room + sum(size * order.count_of(tenant)[1] for size, order in orders)
 
-    def make_tenant_room(
-        self, tenant: bytes, size_bytes: int, previous: tuple[str, bytes]
-    ) -> bool:
+    def make_tenant_room(self, tenant: bytes, size_bytes: int, previous: tuple[str, bytes]) -> bool:
         """Evicts objects of the tenant, so that it may add an object of this size; False if it
         cannot. ``previous``: what the object follows, which is not evicted for it."""
         accounts = self._resident.accounts

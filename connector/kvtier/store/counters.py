@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 MESSAGES = (
     "Abort", "Bye", "Cancel", "Deliver", "EvictionAck", "Heartbeat", "Hello", "Load",
-    "Identify", "LoadReleased", "Prefetch", "Promote", "Reserve", "Resync",
+    "Identify", "Keep", "LoadReleased", "Prefetch", "Promote", "Reserve", "Resync",
 )  # fmt: skip
 """What an engine sends (``tierd/wire.py``)."""
 TIER_ERRORS = ("corrupt", "error", "key_missing", "min_free", "no_space", "unavailable",
@@ -109,8 +109,8 @@ COUNTERS: dict[str, CounterLabels] = {
     "promotions": _global("Promotions that began."),
     "promotions_cut": _global(
         "Prefixes of promotions that were cut, by reason.",
-        *READ_ERRORS, "absent", "breaker", "expired", "fenced", "no_slot", "no_time", "read_past_its_estimate",
-        "recovered_corrupt", "selection", "tenant_quota", "tier_timeout", "too_many_promotions",
+        *READ_ERRORS, "absent", "breaker", "expired", "fenced", "no_slot", "no_time",
+        "read_past_its_estimate", "recovered_corrupt", "selection", "tenant_quota", "tier_timeout", "too_many_promotions",
     ),
     "promotions_ended": _global(
         "Promotions that ended, by outcome.",
@@ -130,7 +130,8 @@ COUNTERS: dict[str, CounterLabels] = {
     "late_cancels": _global("Cancellations of promotions that had ended."),
     "loads": _global("Loads from RAM into GPU memory that began."),
     "loads_cut": _global(
-        "Prefixes of loads that were cut, by reason.", "expired", "gone", "unknown_group", "unverified"
+        "Prefixes of loads that were cut, by reason.",
+        "expired", "gone", "unknown_group", "unverified",
     ),
     "loads_rejected": _global("Loads that were rejected, by reason.", "too_many"),
     "loads_without_promotion": _global("Loads that name a promotion that has ended."),
@@ -196,8 +197,8 @@ COUNTERS: dict[str, CounterLabels] = {
     "protocol_violations": _global(
         "Messages that break the protocol, by reason.",
         "acknowledged_twice", "engine_opened_twice", "frames", "hello_twice", "load_released_twice",
-        "load_twice", "load_without_ranks", "not_a_writer", "prefetch_twice", "prefix_cost",
-        "promotion_twice", "reservation_twice", "slot_not_granted", "undecodable", "unknown_engine",
+        "load_twice", "load_without_ranks", "not_a_writer", "owner", "prefetch_twice",
+        "prefix_cost", "promotion_twice", "reservation_twice", "slot_not_granted", "undecodable", "unknown_engine",
         "unknown_group", "unknown_load", *(f"{role}_{name}" for role in ("scheduler", "worker")
                           for name in MESSAGES),
     ),

@@ -33,9 +33,7 @@ class Lifetimes:
     """The wishes that hold for objects in RAM. ``expire(entry)`` removes an object that nobody
     uses."""
 
-    def __init__(
-        self, context: StoreContext, resident: ResidentObjects, pool_bytes: int
-    ) -> None:
+    def __init__(self, context: StoreContext, resident: ResidentObjects, pool_bytes: int) -> None:
         self._context = context
         self._resident = resident
         self._pool_bytes = pool_bytes

@@ -111,9 +111,7 @@ class Reservations:
     def _return_tenant_bytes(self, reservation: Reservation) -> None:
         self._accounts.remove(reservation.tenant, reservation.slot.segment.kind.slot_bytes)
 
-    def _is_superfluous(
-        self, namespace: str, key: bytes, previous: bytes, owner: Owner
-    ) -> bool:
+    def _is_superfluous(self, namespace: str, key: bytes, previous: bytes, owner: Owner) -> bool:
         entry = self._resident.get(namespace, key)
         if entry is not None:
             if entry.evicting:
@@ -313,9 +311,7 @@ class StoreLoads:
         for entry in entries:
             self._checksummer.persist(entry)
 
-    def keep(
-        self, engine: EngineState, keys: Sequence[tuple[int, bytes]], owner: Owner
-    ) -> None:
+    def keep(self, engine: EngineState, keys: Sequence[tuple[int, bytes]], owner: Owner) -> None:
         """A request uses these objects, as far as they are in RAM, without loading them."""
         for group, block_hash in keys:
             key = engine.key(group, block_hash)

@@ -122,7 +122,7 @@ def checked_owner(owner: Owner) -> Owner | None:
     """The owner that a message names, with times within bounds; None if it cannot be one."""
     if not is_tenant(owner.tenant):
         return None
-    if 0 <= min(owner.retain_seconds, owner.ttl_seconds, owner.tiers) and (
+    if min(owner.retain_seconds, owner.ttl_seconds, owner.tiers) >= 0 and (
         max(owner.retain_seconds, owner.ttl_seconds) <= MAX_LIFE_SECONDS
     ):
         return owner

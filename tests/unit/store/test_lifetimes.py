@@ -8,7 +8,7 @@ from tests.unit.store.store_fixture import NAMESPACE, PAGE, StoreFixture, block_
 
 from kvtier.config.models import LiveTier
 from kvtier.store.lifetimes import PIN_SECONDS
-from kvtier.store.types import PromotionOutcome, Owner
+from kvtier.store.types import Owner, PromotionOutcome
 from kvtier.tiers.base import ObjectRef
 
 DISK = LiveTier(capacity_bytes=1 << 30)
@@ -156,7 +156,8 @@ class TestTimeToLive:
         promotion = fixture.promote(0)
         fixture.settle()
         assert fixture.ends(promotion)[0].outcome in (
-            PromotionOutcome.ABSENT, PromotionOutcome.FAILED
+            PromotionOutcome.ABSENT,
+            PromotionOutcome.FAILED,
         )
         fixture.store.release_load("e", load.load)
         fixture.advance(1.5)
@@ -186,7 +187,7 @@ class TestTimeToLive:
         fixture = store()
         fixture.put_prompt(0, owner=Owner(A, ttl_seconds=100))
         ref = ObjectRef(NAMESPACE, b"\0" + block_hash(0))
-        data, meta = fixture.tier.objects[ref]
+        _data, meta = fixture.tier.objects[ref]
         assert meta.tenant == A
         assert 95 <= meta.expires_at - fixture.clock.now <= 100
         fill(fixture)

@@ -122,7 +122,8 @@ def test_the_tenant_of_an_object_survives_a_restart() -> None:
 def test_a_message_with_an_invalid_tenant_is_no_tenant() -> None:
     accounts = TenantAccounts()
     accounts.add(b"", 5)
-    assert accounts.held == {} and accounts.room(b"") > 1 << 60
+    assert accounts.held == {}
+    assert accounts.room(b"") > 1 << 60
 
 
 def test_tenants_beyond_the_bound_share_one_account() -> None:
@@ -147,12 +148,16 @@ def test_many_tenants_are_evicted_in_the_order_of_use(policy: str) -> None:
         stored.append(number)
         held = in_ram(fixture, *stored)
         assert held == stored[len(stored) - len(held) :]
-    assert len(fixture.store._resident.order(next(iter(fixture.store._pool.classes.values())))._groups) < 24  # type: ignore[attr-defined]  # noqa: E501
+    assert (
+        len(fixture.store._resident.order(next(iter(fixture.store._pool.classes.values())))._groups)
+        < 24
+    )  # type: ignore[attr-defined]
 
 
 def test_an_identity_says_nothing_about_the_salt_and_depends_on_all_of_it() -> None:
     found = tenant_id("customer-17", "CacheSalt")
-    assert len(found) == TENANT_BYTES and b"17" not in found
+    assert len(found) == TENANT_BYTES
+    assert b"17" not in found
     assert found == tenant_id("customer-17", "CacheSalt")
     others = {
         tenant_id("customer-18", "CacheSalt"),
@@ -160,7 +165,8 @@ def test_an_identity_says_nothing_about_the_salt_and_depends_on_all_of_it() -> N
         tenant_id("customer-17", "CacheSalt", "pepper"),
         tenant_id("\udcff", "CacheSalt"),
     }
-    assert len(others) == 4 and found not in others
+    assert len(others) == 4
+    assert found not in others
 
 
 def test_a_reservation_of_an_unknown_group_has_no_account() -> None:

@@ -74,7 +74,7 @@ class QueuedPrefixes:
                 continue
             keys = self._missing(state)
             chunks += max(1, len(keys))
-            self._prefetches[name] = self._send(keys) if keys else 0
+            self._prefetches[name] = self._send(keys, state) if keys else 0
             started += bool(self._prefetches[name])
 
     def _missing(self, state: RequestState) -> WireKeys:
@@ -114,7 +114,8 @@ class QueuedPrefixes:
             return ()
         return state.wire_keys_of(parts)
 
-    def _send(self, keys: WireKeys) -> int:
+    def _send(self, keys: WireKeys, state: RequestState) -> int:
         prefetch = self._new_id()
-        message = Prefetch(promotion=prefetch, keys=keys)
+        owner = self._session.owner(state)
+        message = Prefetch(promotion=prefetch, keys=keys, owner=owner)
         return prefetch if self._session.send(message) else 0

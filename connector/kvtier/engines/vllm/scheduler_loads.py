@@ -445,6 +445,7 @@ class SchedulerLoads:
             waited_seconds=waited_seconds if cost else 0.0,
             whole=whole,
             look_up=prefix.look_up,
+            owner=self._session.owner(state),
         )
 
     def on_promoted(self, message: Promoted) -> None:
@@ -542,6 +543,7 @@ class SchedulerLoads:
             load=load_id,
             promotion=promotion.promotion_id if promotion is not None else 0,
             keys=state.wire_keys_of(parts),
+            owner=session.owner(state),
         )
         # The load does not depend on it: tierd is asked not to evict what is being copied.
         session.send(message)
