@@ -25,13 +25,13 @@ def tenant_id(name: str, kind: str, isolation_salt: str = "") -> bytes:
     key = derived_key(blake3_digest(isolation_salt.encode()), _CONTEXT)
     digest = keyed_digest(key, f"{kind}\0".encode(), name.encode("utf-8", "surrogatepass"))
     found = digest[:TENANT_BYTES]
-    # No tenant can be taken for the shared account.
-    return found if found != OTHERS else bytes(TENANT_BYTES)
+    # No tenant can be taken for nobody, or for the shared account.
+    return found if found not in (OTHERS, bytes(TENANT_BYTES)) else b"\1" * TENANT_BYTES
 
 
 def is_tenant(value: object) -> bool:
     """Whether a value can be a tenant, or nobody."""
-    return isinstance(value, bytes) and len(value) in (0, TENANT_BYTES)
+    return isinstance(value, bytes) and len(value) in (0, TENANT_BYTES) and any(value) == bool(value)
 
 
 class TenantAccounts:
