@@ -31,7 +31,9 @@ def tenant_id(name: str, kind: str, isolation_salt: str = "") -> bytes:
 
 def is_tenant(value: object) -> bool:
     """Whether a value can be a tenant, or nobody."""
-    return isinstance(value, bytes) and len(value) in (0, TENANT_BYTES) and any(value) == bool(value)
+    if not isinstance(value, bytes) or value == OTHERS:
+        return False
+    return not value or (len(value) == TENANT_BYTES and any(value))
 
 
 class TenantAccounts:
@@ -64,7 +66,7 @@ class TenantAccounts:
 
     def add(self, account: bytes, size_bytes: int) -> None:
         """A tenant holds more."""
-        if not account:
+        if not account or not size_bytes:
             return
         held = self.held[account] = self.held.get(account, 0) + size_bytes
         if held > self._limit_bytes:
@@ -72,7 +74,7 @@ class TenantAccounts:
 
     def remove(self, account: bytes, size_bytes: int) -> None:
         """A tenant holds less."""
-        if not account:
+        if not account or not size_bytes:
             return
         held = self.held[account] - size_bytes
         if held <= self._limit_bytes:

@@ -17,8 +17,8 @@ MESSAGES = (
     "Identify", "Keep", "LoadReleased", "Prefetch", "Promote", "Reserve", "Resync",
 )  # fmt: skip
 """What an engine sends (``tierd/wire.py``)."""
-TIER_ERRORS = ("corrupt", "error", "key_missing", "min_free", "no_space", "unavailable",
-               "unexpected", "unverifiable", "vanished")  # fmt: skip
+TIER_ERRORS = ("corrupt", "error", "expired", "key_missing", "min_free", "no_space",
+               "tenant_quota", "unavailable", "unexpected", "unverifiable", "vanished")  # fmt: skip
 """``TierError.reason`` of each class, and ``unexpected`` for any other exception."""
 READ_ERRORS = (*TIER_ERRORS, "no_key", "other_version", "unkeyed", "unknown_key", "wrong_tag")
 """With the reasons of objects that a read finds and cannot use."""
@@ -88,6 +88,8 @@ COUNTERS: dict[str, CounterLabels] = {
     "tier_reads_timed_out": _tier("Reads that did not end within their deadline."),
     "tier_too_slow": _tier("Promotions that did not use a tier because recomputing was faster."),
     "tier_write_bytes": _tier("Bytes written to a tier."),
+    "tier_expired": _tier("Objects of a tier that were removed because they had expired."),
+    "tier_tenant_evictions": _tier("Objects of a tier that were evicted for a tenant's share."),
     "tier_writes": _tier("Objects written to a tier."),
     "tier_writes_dropped": _tier(
         "Objects that were not written to a tier, by reason.",
@@ -109,8 +111,9 @@ COUNTERS: dict[str, CounterLabels] = {
     "promotions": _global("Promotions that began."),
     "promotions_cut": _global(
         "Prefixes of promotions that were cut, by reason.",
-        *READ_ERRORS, "absent", "breaker", "expired", "fenced", "no_slot", "no_time",
-        "read_past_its_estimate", "recovered_corrupt", "selection", "tenant_quota", "tier_timeout", "too_many_promotions",
+        *READ_ERRORS, "absent", "breaker", "fenced", "no_slot", "no_time",
+        "read_past_its_estimate", "recovered_corrupt", "selection", "tier_timeout",
+        "too_many_promotions",
     ),
     "promotions_ended": _global(
         "Promotions that ended, by outcome.",
@@ -198,7 +201,8 @@ COUNTERS: dict[str, CounterLabels] = {
         "Messages that break the protocol, by reason.",
         "acknowledged_twice", "engine_opened_twice", "frames", "hello_twice", "load_released_twice",
         "load_twice", "load_without_ranks", "not_a_writer", "owner", "prefetch_twice",
-        "prefix_cost", "promotion_twice", "reservation_twice", "slot_not_granted", "undecodable", "unknown_engine",
+        "prefix_cost", "promotion_twice", "reservation_twice", "slot_not_granted", "undecodable",
+        "unknown_engine",
         "unknown_group", "unknown_load", *(f"{role}_{name}" for role in ("scheduler", "worker")
                           for name in MESSAGES),
     ),

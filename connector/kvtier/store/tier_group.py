@@ -32,7 +32,7 @@ FULL_SECONDS = 30.0
 """A volume without room gets no new objects for this long: others of the tier may have room."""
 
 
-def limits_of(live: LiveTier, volume: str = "") -> TierLimits:
+def limits_of(live: LiveTier, volume: str = "", tenant_percent: int = 100) -> TierLimits:
     """The live values that a tier applies itself, or one volume of it."""
     capacity = live.volume_capacity_bytes.get(volume, live.capacity_bytes)
     return TierLimits(
@@ -44,6 +44,7 @@ def limits_of(live: LiveTier, volume: str = "") -> TierLimits:
         load_timeout_seconds=live.load_timeout_seconds,
         min_free_bytes=live.min_free_bytes,
         min_free_percent=live.min_free_percent,
+        tenant_percent=tenant_percent,
     )
 
 
@@ -191,12 +192,12 @@ class TierGroup:
         """Whether some volume may be used."""
         return any(member.usable for member in self.members)
 
-    def configure(self, settings: LiveTier) -> None:
-        """Applies live settings. A volume that they lack keeps its capacity: the policy may have
-        removed it for new pods."""
+    def configure(self, settings: LiveTier, tenant_percent: int) -> None:
+        """Applies live settings, and the share that one tenant may hold. A volume that they lack
+        keeps its capacity: the policy may have removed it for new pods."""
         for member in self.members:
             member.settings = settings
-            limits = limits_of(settings, member.volume)
+            limits = limits_of(settings, member.volume, tenant_percent)
             if member.volume and member.volume not in settings.volume_capacity_bytes:
                 limits = replace(limits, capacity_bytes=member.tier.usage().capacity_bytes)
             member.tier.configure(limits)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from kvtier.errors import TierCorruptError, TierMissError
+from kvtier.errors import TierCorruptError, TierExpiredError, TierMissError
 from kvtier.store.allocator import SlotAllocator
 from kvtier.store.context import StoreContext
 from kvtier.store.cost_model import Batch
@@ -246,7 +246,7 @@ class TierReads:
             found = getattr(result, "shard_bytes", None)
             error = TierCorruptError(f"shard sizes {found}: must be {shards}")
         if isinstance(result, ObjectMeta) and 0 < result.expires_at <= self._context.wall():
-            error = TierMissError("the object has expired")
+            error = TierExpiredError("the object has expired")
         if read.batch is not None:
             ended_at = call.finished_at if call is not None else None
             now = self._context.clock() if ended_at is None else ended_at

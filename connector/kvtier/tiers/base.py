@@ -23,6 +23,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 ALIGNMENT_BYTES = 4096
 """Shards start at multiples of this in a slot and in a file, so that a buffer serves direct I/O
@@ -65,6 +66,17 @@ class ObjectMeta:
     def payload_bytes(self) -> int:
         """Size with every shard aligned, as in a slot and in a file after its header."""
         return sum(aligned(size) for size in self.shard_bytes)
+
+
+class ObjectFacts(NamedTuple):
+    """What the header of an object says beyond its content: whom it belongs to, empty if nobody,
+    and when it expires, in seconds since the epoch, 0: never."""
+
+    tenant: bytes = b""
+    expires_at: int = 0
+
+
+NO_FACTS = ObjectFacts()
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +184,10 @@ class Tier(ABC):
         """Size and free bytes of the file system that the tier is on, as of the last maintenance;
         zeros while they are unknown. No I/O."""
         return 0, 0
+
+    def tenants(self) -> Mapping[bytes, int]:
+        """Bytes of each tenant (``kvtier.tenants``), as far as the tier knows them. No I/O."""
+        return {}
 
     def counts(self) -> Mapping[tuple[str, str], int]:
         """Totals since the tier was built that the tier itself counts: by the name of a counter

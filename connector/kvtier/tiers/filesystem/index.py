@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from kvtier.key_table import KeyTable
 from kvtier.prefix_order import KINDS, NONE, PrefixOrder
 from kvtier.tenants import NOBODY, TenantAccounts
-from kvtier.tiers.base import ALIGNMENT_BYTES, TierUsage
+from kvtier.tiers.base import ALIGNMENT_BYTES, NO_FACTS, ObjectFacts, TierUsage
 
 _MAX_UNITS = (1 << 24) - 1
 """Sizes up to 64 GiB in units of 4 KiB."""
@@ -49,17 +49,6 @@ _REFILL_FRACTION = 16
 """A scan is worthwhile when this part of the index is free and some objects are not indexed."""
 
 
-class Facts(NamedTuple):
-    """What the header of an object says beyond its content: whom it belongs to, empty if nobody,
-    and when it expires, in seconds since the epoch, 0: never."""
-
-    tenant: bytes = NOBODY
-    expires_at: int = 0
-
-
-NO_FACTS = Facts()
-
-
 class SavedObject(NamedTuple):
     """An object of a saved index (saved_index.py). ``previous``: key of the one before it in its
     prefix; empty if it is not known. ``often``: it was used again. ``facts``: None if they are not
@@ -70,7 +59,7 @@ class SavedObject(NamedTuple):
     size_bytes: int
     previous: bytes
     often: bool
-    facts: Facts | None = None
+    facts: ObjectFacts | None = None
 
 
 def _age_rank(used_at: float) -> float:
@@ -226,13 +215,13 @@ class Index:
         """Size in units of 4 KiB, predecessor, and whether it was used again."""
         return self._units[node], self._order.predecessor(node), self._order.is_often(node)
 
-    def facts(self, node: int) -> Facts | None:
+    def facts(self, node: int) -> ObjectFacts | None:
         """The facts of an object; None if they are not known."""
         if not self._known[node]:
             return None
         tenant = self._tenants[self._order.group_of(node)]
         at = self._expires_at[node] if node < len(self._expires_at) else 0
-        return Facts(tenant, at)
+        return ObjectFacts(tenant, at)
 
     def add_saved(self, saved: SavedObject) -> bool:
         """A saved index names an object. True if it is new to the index and there was room."""
@@ -314,7 +303,7 @@ class Index:
                     found.append(self._name(at))
         return found
 
-    def learn(self, namespace: str, key: bytes, facts: Facts) -> None:
+    def learn(self, namespace: str, key: bytes, facts: ObjectFacts) -> None:
         """The header of an object was read."""
         with self._lock:
             node = self._find(namespace, key)
@@ -334,7 +323,7 @@ class Index:
                 return found[:at_most]
         return found
 
-    def _set_facts(self, node: int, facts: Facts) -> None:
+    def _set_facts(self, node: int, facts: ObjectFacts) -> None:
         """Needs the lock. The node is present."""
         self._known[node] = 1
         if facts.expires_at:
@@ -410,7 +399,7 @@ class Index:
         key: bytes,
         size_bytes: int,
         previous: bytes = b"",
-        facts: Facts = NO_FACTS,
+        facts: ObjectFacts = NO_FACTS,
     ) -> bool:
         """A reserved file has its final name. True if the object is new to the index.
 
@@ -426,7 +415,12 @@ class Index:
         return self._add(namespace, key, size_bytes, previous, None)
 
     def _add(
-        self, namespace: str, key: bytes, size_bytes: int, previous: bytes, facts: Facts | None
+        self,
+        namespace: str,
+        key: bytes,
+        size_bytes: int,
+        previous: bytes,
+        facts: ObjectFacts | None,
     ) -> bool:
         displaced: list[tuple[str, bytes]] = []
         with self._lock:
@@ -613,7 +607,7 @@ class Index:
         *,
         oldest: bool = False,
         often: bool = False,
-        facts: Facts | None = None,
+        facts: ObjectFacts | None = None,
     ) -> int:
         if namespace not in self._namespaces:
             self._next_namespace += 1
