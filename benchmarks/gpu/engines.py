@@ -237,23 +237,38 @@ def settle(run_directory: Path | None, step: Callable[[], object], seconds: floa
     step()
 
 
-def link_bytes_per_second() -> float:
-    """Measures the copy of 1 GiB of pinned memory to the first GPU: the floor of a reload."""
+def link_bytes_per_second(gpus: int = 1) -> float:
+    """Measures the copy of 1 GiB of pinned memory to each of the first ``gpus`` GPUs, all at once:
+    the floor of a reload. Returns the rate of the slowest."""
     program = """
-import time, torch
-host = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
-device = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-best = 1e9
-for _ in range(5):
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    device.copy_(host, non_blocking=True)
-    torch.cuda.synchronize()
-    best = min(best, time.perf_counter() - started)
-print((1 << 30) / best)
+import sys, threading, time, torch
+gpus = int(sys.argv[1])
+hosts = [torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True) for _ in range(gpus)]
+devices = [torch.empty(1 << 30, dtype=torch.uint8, device=f"cuda:{gpu}") for gpu in range(gpus)]
+together, slowest = threading.Barrier(gpus), [1e9] * gpus
+
+def copy(gpu):
+    for _ in range(5):
+        torch.cuda.synchronize(gpu)
+        together.wait(60)
+        started = time.perf_counter()
+        devices[gpu].copy_(hosts[gpu], non_blocking=True)
+        torch.cuda.synchronize(gpu)
+        slowest[gpu] = min(slowest[gpu], time.perf_counter() - started)
+
+threads = [threading.Thread(target=copy, args=(gpu,)) for gpu in range(gpus)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print((1 << 30) / max(slowest))
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", program, str(gpus)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
     )
     return float(done.stdout.strip().splitlines()[-1])
 

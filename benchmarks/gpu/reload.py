@@ -1,7 +1,8 @@
 """Time to first token of a prompt that left the GPU's cache and lies in the memory tier.
 
 Floor: the bytes of a rank by the measured link, and the time of a hit in the GPU's cache. The peer
-is vLLM's OffloadingConnector. The ratio is the largest one of KVTier's time and the floor.
+is vLLM's OffloadingConnector. The ratio is the largest one of KVTier's time and the floor. At the
+end, texts after a reload are compared with those after a hit.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from benchmarks.common import options, progress, report
 from benchmarks.gpu import engines
 
 LENGTHS = (4096, 16_384, 32_768, 65_536)
+COMPARED = (300, 1000, 4097, 9001)
+"""Lengths of the prompts whose texts are compared."""
+TEXT_TOKENS = 32
 
 
 def measure(mode: str, chosen: argparse.Namespace) -> None:
@@ -74,7 +78,28 @@ def measure(mode: str, chosen: argparse.Namespace) -> None:
                 row["reload"].append(milliseconds)
                 row["tokens"].append(cached)
             rows.append(row)
-    result = {"rows": rows, "up": up, "attach": attach, "stored": stored(run_directory)}
+    text = SamplingParams(max_tokens=TEXT_TOKENS, temperature=0, ignore_eos=True, detokenize=False)
+
+    def write(tokens: list[int]) -> list[int]:
+        (output,) = llm.generate([{"prompt_token_ids": tokens}], text, use_tqdm=False)
+        return list(output.outputs[0].token_ids)
+
+    equal = 0
+    for length in COMPARED:
+        tokens = prompt(length)
+        ask(tokens)
+        engines.settle(run_directory, step)
+        after_hit = write(tokens)
+        engines.settle(run_directory, step)
+        reset()
+        equal += write(tokens) == after_hit
+    result = {
+        "rows": rows,
+        "up": up,
+        "attach": attach,
+        "stored": stored(run_directory),
+        "texts": f"{equal} of {len(COMPARED)} texts of {TEXT_TOKENS} tokens are those after a hit",
+    }
     engines.finish(chosen.scratch, mode, result, llm)
 
 
@@ -92,7 +117,7 @@ def main() -> None:
     if chosen.child:
         measure(chosen.child, chosen)
         return
-    link = engines.link_bytes_per_second()
+    link = engines.link_bytes_per_second(chosen.tensor_parallel)
     results: dict[str, dict[str, Any]] = {}
     passed = [each for each in sys.argv[1:] if each != "--json"]
     with engines.scratch_directory() as scratch:
@@ -118,7 +143,7 @@ def main() -> None:
         head += [f"{mode} cold", "GPU hit", "reload ms", "reused"]
     for mode, result in results.items():
         print(f"{mode}: up {result['up']:.1f} s, attached {result['attach']:.1f} s later,", end=" ")
-        print(result["stored"])
+        print(result["stored"], result["texts"], sep="; ")
     report(
         chosen.json,
         f"reload, TP={chosen.tensor_parallel}, {chosen.runner}, link {link / 1e9:.1f} GB/s",

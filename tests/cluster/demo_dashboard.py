@@ -22,6 +22,7 @@ RANGE = "10m"
 """The interval of rates: the whole run."""
 SHOWN_SERIES = 3
 DAY_SECONDS = 86_400
+NO_DATA = "no data"
 Row = tuple[str, str, str, str]
 
 
@@ -121,7 +122,7 @@ def shown(board: str, panel: Any, series: list[tuple[str, float]]) -> list[Row]:
     """The rows of a panel: its largest series that are not 0, or one row if all are."""
     write = UNITS.get(panel.unit, number)
     if not series:
-        return [(board, panel.title, "", "no data")]
+        return [(board, panel.title, panel.needs and f"needs {panel.needs}", NO_DATA)]
     ordered = sorted((each for each in series if each[1]), key=lambda each: -each[1])
     if not ordered:
         return [(board, panel.title, "" if len(series) == 1 else "all", write(0.0))]

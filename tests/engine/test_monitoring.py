@@ -34,6 +34,7 @@ CHUNKS = 6
 SVG = "{http://www.w3.org/2000/svg}"
 MAX_PICTURE_BYTES = 150_000
 POD = {"namespace": "serving", "pod": "engine-0", "policy": "chat"}
+VOLUMES = ("nvme0", "nvme1")
 ALERTS = (*GROUPS["kvtier.tiers"], *GROUPS["kvtier.capacity"])
 
 
@@ -60,7 +61,11 @@ class Serving:
 @pytest.fixture(scope="module")
 def serving(model: Path, payload: Path, scratch: Path) -> Iterator[Serving]:
     tuning = EngineOptions(
-        daemon=Daemon.SIDECAR, persistence="Process", failure_threshold=2, load_timeout_seconds=2
+        daemon=Daemon.SIDECAR,
+        persistence="Process",
+        failure_threshold=2,
+        load_timeout_seconds=2,
+        volumes=VOLUMES,
     )
     case = EngineTestbed(scratch / "monitoring", model, payload, tuning)
     arguments = []
@@ -149,9 +154,16 @@ def test_faults_are_seen_on_their_panels_and_raise_their_alert(serving: Serving)
     def seen() -> bool:
         empty = prometheus.empty_panels(ON_CALL)
         missing[:] = [each for each in empty if each.split(":")[0] in panels]
-        return not missing and "KVTierTierUnavailable" in prometheus.alerts()
+        return not missing and prometheus.alerts().keys() >= {
+            "KVTierTierUnavailable",
+            "KVTierVolumeUnavailable",
+        }
 
     prometheus.wait(seen, lambda: f"{missing} {prometheus.alerts()}", serving.serve)
+    open_volumes = prometheus.query('max by (volume) (kvtier_volume_state{state="BreakerOpen"})')
+    assert {each["metric"]["volume"]: each["value"][1] for each in open_volumes} == dict.fromkeys(
+        VOLUMES, "1"
+    )
     found = prometheus.query('sum(kvtier_tier_state{state="BreakerOpen",tier="disk"})')
     assert float(found[0]["value"][1]) == 1
     found = prometheus.query('kvtier_condition{type="LiveValuesRefused"}')

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from tests.support.tier_files import bytes_below, files_below
 
 from kvtier.config.models import Live, LiveTier, Selection, StorePolicy
 from kvtier.config.writer import document_text
@@ -61,7 +62,7 @@ def live(generation: int, capacity: int, **changes: object) -> Live:
 
 
 def used(testbed: TierdTestbed) -> int:
-    return sum(path.stat().st_size for path in list(testbed.files.rglob("*.kv")) if path.exists())
+    return bytes_below(testbed.files, ".kv")
 
 
 def held(testbed: TierdTestbed, within: int) -> Callable[[], bool]:
@@ -111,9 +112,9 @@ def test_live_values_change_under_load_and_an_invalid_document_is_ignored(
 
     # Nothing more is written, and the engine notices nothing.
     wait_for(lambda: testbed.status()["pendingStores"] == 0, "what was to be written is")
-    names = {path.name for path in testbed.files.rglob("*.kv")}
+    names = {path.name for path in files_below(testbed.files, ".kv")}
     engine.wait_more("stored", 20)
-    assert {path.name for path in testbed.files.rglob("*.kv")} <= names
+    assert {path.name for path in files_below(testbed.files, ".kv")} <= names
     assert engine.stop()["wrong"] == 0
 
 

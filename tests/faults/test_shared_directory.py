@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Self
 
 import pytest
+from tests.support.tier_files import files_below
 
 from kvtier.harness.file_writers import (
     OBJECT_BYTES,
@@ -137,7 +138,7 @@ def test_killed_writers_never_exceed_the_capacity_and_leave_no_partial_file(
     with Sampler(root) as sampler:
         while any(each.poll() is None for each in running) and time.monotonic() < until:
             time.sleep(chance.uniform(0.05, 0.5))
-            if not next(root.rglob("*.kv"), None):
+            if not files_below(root, ".kv"):
                 continue
             living = [each for each in running if each.poll() is None]
             if killed >= 12 or not living:

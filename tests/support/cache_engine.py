@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 BLOCKS, TOKENS, CHUNK = 12, 4, 8
 NAMESPACE = "ab" * 16
-SECONDS = 60.0
+SECONDS = 300.0
 
 
 @dataclass

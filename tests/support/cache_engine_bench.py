@@ -34,7 +34,7 @@ from kvtier.testing.atom_sequence import StandInSequence
 BLOCK, CHUNK, BLOCKS = 4, 8, 64
 ENGINE = "engine/dp0"
 IDENTITY = EngineIdentity('{"model":"stand-in"}', "")
-SECONDS = 60.0
+SECONDS = 300.0
 
 
 def read_options(config: Path, run_directory: Path, **others: Any) -> CacheEngineOptions:
@@ -172,13 +172,22 @@ class CacheEngineBench:
         for cache in self.caches:
             cache[:] = 0
 
-    def wait_committed(self, tokens: list[int]) -> None:
-        """Waits until every chunk of a prompt can be looked up."""
+    def wait_committed(self, tokens: list[int], serving: list[int] | None = None) -> None:
+        """Waits until every chunk of a prompt can be looked up; meanwhile serves ``serving`` from
+        GPU memory: an engine that has nothing to do does not store what it has lost."""
         from kvtier.engines.atom.token_keys import chain
         from kvtier.keys import group_prefix
 
         keys = [group_prefix(0) + each for each in chain(tokens, CHUNK)]
-        self.wait(lambda: all(self.connection.client.ask(keys, 1.0) or (0,)))
+
+        def committed() -> bool:
+            if all(self.connection.client.ask(keys, 1.0) or (0,)):
+                return True
+            if serving is not None:
+                self.serve(serving)
+            return False
+
+        self.wait(committed)
 
     def count(self, name: str) -> int:
         """A count of the scheduler side."""

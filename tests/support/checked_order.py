@@ -2,31 +2,56 @@
 
 from __future__ import annotations
 
-from kvtier.store.memory_tier import EvictionOrder
+from dataclasses import dataclass
+
+from kvtier.prefix_order import KEPT_SHARE
+from kvtier.store.memory_tier import ArcPolicy, EvictionOrder
 from kvtier.store.state import Entry
 from kvtier.store.store import TierStore
+
+
+@dataclass(slots=True)
+class _Use:
+    """When an object was used last, and whether it was used again, or what followed it was.
+
+    ``unclear``: an object before it was missing since then. Such an object is evicted early, and
+    late again once that one has arrived.
+    """
+
+    at: int
+    often: bool = False
+    unclear: bool = False
 
 
 class CheckedOrder:
     """An eviction order that checks its victims by reading all objects.
 
     A victim is in no use. None is evicted before an object that follows it, unless something in use
-    follows every object that is left. If nothing is found, everything is in use.
+    follows every object that is left. If nothing is found, everything is in use. Of the ends of
+    prefixes the least recently used one goes first (``recency``: not so for ARC), except that an
+    eighth is kept for those that were used again.
     """
 
-    def __init__(self, inner: EvictionOrder[Entry]) -> None:
+    def __init__(self, inner: EvictionOrder[Entry], recency: bool = True) -> None:
         self._inner = inner
+        self._recency = recency
         self._parked: dict[Entry, bool] = {}
+        self._uses: dict[Entry, _Use] = {}
+        self._now = 0
 
     def admit(self, item: Entry) -> None:
-        self._parked[item] = False
+        self._enter(item)
         self._inner.admit(item)
 
     def hit(self, item: Entry) -> None:
+        if item in self._parked:
+            self._now += 1
+            self._uses[item] = _Use(self._now, often=True)
         self._inner.hit(item)
 
     def follow(self, item: Entry) -> None:
         self._inner.follow(item)
+        self._note_missing()
 
     def park(self, item: Entry) -> None:
         if item in self._parked:
@@ -34,16 +59,64 @@ class CheckedOrder:
         self._inner.park(item)
 
     def offer(self, item: Entry) -> None:
-        self._parked[item] = False
+        if item in self._parked:
+            self._parked[item] = False
+        else:
+            self._enter(item)
         self._inner.offer(item)
 
     def leave(self, item: Entry) -> None:
-        self._parked.pop(item, None)
+        self._leave(item)
         self._inner.leave(item)
 
     def forget(self, item: Entry) -> None:
-        self._parked.pop(item, None)
+        self._leave(item)
         self._inner.forget(item)
+
+    def _enter(self, item: Entry) -> None:
+        self._now += 1
+        self._parked[item] = False
+        self._uses[item] = _Use(self._now)
+        self._note_missing()
+
+    def _leave(self, item: Entry) -> None:
+        """What the object followed is as recently used as it was."""
+        if item not in self._parked:
+            return
+        del self._parked[item]
+        use = self._uses.pop(item)
+        for before, mine in self._uses.items():
+            follows = (before.namespace, before.key) == (item.namespace, item.previous)
+            if follows and use.often >= mine.often and (use.often > mine.often or use.at > mine.at):
+                mine.at, mine.often = max(mine.at, use.at), use.often
+                mine.unclear = mine.unclear or use.unclear
+        self._note_missing()
+
+    def _note_missing(self) -> None:
+        held = {(each.namespace, each.key) for each in self._parked}
+        missing = True
+        while missing:
+            missing = False
+            for each, use in self._uses.items():
+                before = (each.namespace, each.previous)
+                if each.previous and not use.unclear and before not in held:
+                    use.unclear = missing = True
+            held -= {(each.namespace, each.key) for each, use in self._uses.items() if use.unclear}
+
+    def _check_recency(self, found: Entry, ends: list[Entry]) -> None:
+        mine = self._uses[found]
+        if not self._recency or mine.unclear or self._before(found) & {found}:
+            return
+        clear = not any(use.unclear for use in self._uses.values())
+        free = [each for each, parked in self._parked.items() if not parked]
+        often = sum(self._uses[each].often for each in free)
+        kept = often * KEPT_SHARE <= len(free)
+        for each in ends:
+            use = self._uses[each]
+            if use.unclear or use.at >= mine.at or each in self._before(each):
+                continue
+            spared = use.often and not mine.often and (kept or not clear)
+            assert spared, "an object is evicted before one that was used less recently"
 
     def victim(self, urgent: bool = True) -> Entry | None:
         followers: dict[tuple[str, bytes], list[Entry]] = {}
@@ -59,13 +132,14 @@ class CheckedOrder:
         assert found in free, "an object in use is evicted"
         if ends:
             assert found in ends, "an object is evicted before one that follows it"
+            self._check_recency(found, ends)
         else:
             before = self._before(found)
             assert all(
                 self._parked[each] or each in before
                 for each in followers[found.namespace, found.key]
             ), "an object is evicted before one that follows it and is not in use"
-        self._parked.pop(found)
+        self._leave(found)
         return found
 
     def next_of(self, tenant: bytes) -> Entry | None:
@@ -108,9 +182,14 @@ def check_order(store: TierStore) -> None:
     """Checks all victims of this store from here on. Call before anything is stored."""
     resident = store._resident
     new_order = resident._new_order
-    resident._new_order = lambda: CheckedOrder(new_order())
+
+    def checked_order(order: EvictionOrder[Entry]) -> CheckedOrder:
+        return CheckedOrder(order, recency=not isinstance(order, ArcPolicy))
+
+    resident._new_order = lambda: checked_order(new_order())
     for size, order in list(resident._orders.items()):
-        checked = resident._orders[size] = CheckedOrder(order)
+        checked = resident._orders[size] = checked_order(order)
         for entry in resident.entries():
             if entry.slot.segment.kind.slot_bytes == size:
                 checked._parked[entry] = entry.pins > 0
+                checked._uses[entry] = _Use(0, unclear=True)

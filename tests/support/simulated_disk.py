@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from tests.support.tier_files import bytes_below
 
 BLOCK = 4096
 
@@ -25,7 +26,7 @@ class SimulatedDisk:
     @property
     def used(self) -> int:
         """Bytes of the directory's files."""
-        return sum(path.stat().st_size for path in self.root.rglob("*") if path.is_file())
+        return bytes_below(self.root)
 
     @property
     def free(self) -> int:

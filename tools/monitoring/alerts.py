@@ -247,13 +247,14 @@ GROUPS: dict[str, tuple[Alert, ...]] = {
         ),
         Alert(
             "KVTierEngineWithoutTiers",
-            "sum by (namespace, pod, model_name) (vllm:kvtier_off_total)"
-            " + sum by (namespace, pod, model_name) (vllm:kvtier_errors_total) > 0",
+            "sum by (namespace, pod, model_name) (vllm:kvtier_processes_without_tiers) > 0",
             "5m",
             "warning",
             f"The engine in {IN_POD} serves without tiers.",
-            "KVTier turned itself off in this engine: at the start, because something does not fit "
-            "(`vllm:kvtier_off_total`), or after an unexpected error (`vllm:kvtier_errors_total`).",
+            "KVTier is turned off in this engine: since its start, because something does not fit "
+            "(`vllm:kvtier_off_total`), or after an unexpected error "
+            "(`vllm:kvtier_errors_total`), after which it is used again in 10 s, 1 and 6 minutes, "
+            "but not after the fourth.",
             (
                 "Search the engine's log for `KVTier: serving without tiers`.",
                 "`UnsupportedGeometryError`: this version does not serve the model.",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier.engines.vllm import counters as engine_counters
-from kvtier.store.types import StoreCounters
+from kvtier.store.types import Accounts, StoreCounters
 from kvtier.tierd.status import Snapshot, TierSnapshot, VolumeSnapshot, metrics_text
 from kvtier_operator.api.status import PolicyStatus
 from kvtier_operator.controller.metrics import (
@@ -48,12 +48,18 @@ class Row:
 
 def tierd() -> list[Row]:
     """What the metrics endpoint of tierd exports."""
+    return _rows(tierd_families())
+
+
+def tierd_families() -> Iterable[Family]:
+    """The metrics of a tierd to which nothing has happened yet; its file tier has a volume."""
     counters = StoreCounters()
     counters.declare(["disk"])
     volume = VolumeSnapshot("nvme0", "Healthy", 0, 0, 0, 0, "", "", 1, 1)
     tier = TierSnapshot("disk", "fileSystem", "Healthy", volume_bytes=1, volumes=(volume,))
-    snapshot = Snapshot(tiers=(tier,), pool={"free": 0}, events=dict(counters.values))
-    return _rows(text_string_to_metric_families(metrics_text(snapshot).decode()))
+    pool = dict.fromkeys((each.name for each in fields(Accounts)), 0)
+    snapshot = Snapshot(tiers=(tier,), pool=pool, events=dict(counters.values))
+    return text_string_to_metric_families(metrics_text(snapshot).decode())
 
 
 def engine() -> list[Row]:
@@ -67,12 +73,25 @@ def engine() -> list[Row]:
         )
         for metric in engine_counters.COUNTERS
     ]
-    name, text = engine_counters.LOAD_DURATION
-    return [*rows, Row(f"vllm:kvtier_{name}", "histogram", (), text)]
+    return [
+        *rows,
+        *(
+            Row(f"vllm:kvtier_{name}", kind, (), text)
+            for kind, (name, text) in (
+                ("gauge", engine_counters.WITHOUT_TIERS),
+                ("histogram", engine_counters.LOAD_DURATION),
+            )
+        ),
+    ]
 
 
 def operator() -> list[Row]:
     """What controller and webhook export, without the metrics of the process."""
+    return _rows(operator_families())
+
+
+def operator_families() -> Iterable[Family]:
+    """The metrics of a controller that has seen one policy, and of a webhook."""
     registry = new_registry()
     api = ApiMetrics(registry)
     api.call("get", "Pod", 200, 0.0)
@@ -84,7 +103,7 @@ def operator() -> list[Row]:
     status = PolicyStatus.model_validate({"conditions": [condition], "pods": {}})
     PolicyMetrics(registry, lambda: 0, lambda: [(("n", "p"), status)])
     WebhookMetrics(registry).observe(lambda: True, lambda: (0, 0))
-    return _rows(each for each in registry.collect() if each.name.startswith("kvtier_"))
+    return (each for each in registry.collect() if each.name.startswith("kvtier_"))
 
 
 class _Polls:

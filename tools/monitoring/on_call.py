@@ -32,13 +32,12 @@ ON_CALL = Board(
             ),
             Panel(
                 "Engines without tiers",
-                "Engines in which KVTier turned itself off since they started.",
+                "Engines in which KVTier is turned off now, in the scheduler or in a rank.",
                 "short",
                 (
                     Query(
-                        f"count(sum by (namespace, pod) (vllm:kvtier_off_total{{{ENGINE}}})"
-                        f" + sum by (namespace, pod) (vllm:kvtier_errors_total{{{ENGINE}}}) > 0)"
-                        " or vector(0)"
+                        "count(sum by (namespace, pod) "
+                        f"(vllm:kvtier_processes_without_tiers{{{ENGINE}}}) > 0) or vector(0)"
                     ),
                 ),
                 "KVTierEngineWithoutTiers",
@@ -95,11 +94,12 @@ ON_CALL = Board(
                 (
                     Query(
                         "max by (namespace, pod, tier, volume, state) "
-                        f'(kvtier_volume_state{{{TIER},state!="Healthy"}}) > 0',
+                        f'(kvtier_volume_state{{{TIER},state!="Healthy"}})',
                         LEGEND_TIER + " {{volume}} {{state}}",
                     ),
                 ),
                 "KVTierVolumeUnavailable",
+                needs="a tier with several volumes",
             ),
             Panel(
                 "Failed reads by reason",

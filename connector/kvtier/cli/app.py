@@ -5,6 +5,7 @@ Modules that need packages of tierd are imported by their commands: the operator
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -372,6 +373,14 @@ def gc(
             metavar="SECONDS", min=0, help="Delete namespaces that were not used for this time."
         ),
     ] = None,
+    keys: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Announce what is deleted with these keys, where objects are sealed: as for "
+            "kvtier verify.",
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be deleted, and delete nothing.")
     ] = False,
@@ -383,7 +392,9 @@ def gc(
 
     _, failed = each_directory(
         directories,
-        lambda directory: directory_command.gc(directory, capacity, retention, dry_run=dry_run),
+        lambda directory: directory_command.gc(
+            directory, capacity, retention, keys, dry_run=dry_run
+        ),
         directory_command.gc_json if as_json else None,
         directory_command.show_gc,
     )
@@ -425,6 +436,10 @@ def faults(
             help="Run the faults of file tiers on this: ext4, xfs, tmpfs, nfs or all; repeatable.",
         ),
     ] = None,
+    slack_seconds: Annotated[
+        float,
+        typer.Option(min=0, help="What a slow (emulated) machine may add to every wait."),
+    ] = 0.0,
     names: Annotated[bool, typer.Option("--list", help="List the faults and exit.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -437,9 +452,12 @@ def faults(
     if names:
         print_text("\n".join(faults_command.fault_names()))
         raise typer.Exit(0)
-    options = faults_command.on_file_systems(
-        faults_command.scorecard_options(path, fault or (), seconds, hang_seconds, objects),
-        file_system or (),
+    options = replace(
+        faults_command.on_file_systems(
+            faults_command.scorecard_options(path, fault or (), seconds, hang_seconds, objects),
+            file_system or (),
+        ),
+        slack_seconds=slack_seconds,
     )
     rows = faults_command.run(options, with_engine=engine)
     peer_rows = faults_command.compare(options) if compare else []

@@ -18,7 +18,7 @@ from rich.text import Text
 from kvtier.cli.console import console, error_console, print_table
 from kvtier.cli.inputs import parse_size
 from kvtier.errors import TierError
-from kvtier.tiers.filesystem.gc import CollectReport, collect
+from kvtier.tiers.filesystem.gc import CollectHooks, CollectReport, collect
 from kvtier.tiers.filesystem.inspect import (
     HolderStatus,
     Survey,
@@ -273,10 +273,17 @@ def _failure(failed: FailedObject) -> str:
 
 
 def gc(
-    directory: Path, capacity: str, retention_seconds: float | None, *, dry_run: bool
+    directory: Path,
+    capacity: str,
+    retention_seconds: float | None,
+    keys: Path | None = None,
+    *,
+    dry_run: bool,
 ) -> CollectReport:
-    """Enforces the limits. Raises ``ConfigurationError`` and ``OSError``."""
+    """Enforces the limits. ``keys``: as for ``verify``. Raises ``ConfigurationError`` and
+    ``OSError``."""
     size = parse_size("--capacity", capacity)
+    key_set = None if keys is None else read_key_set(keys)
     root = tier_root(directory)
     try:
         with error_console().status("") as status:
@@ -285,7 +292,8 @@ def gc(
                 size,
                 retention_seconds,
                 dry_run=dry_run,
-                progress=lambda text: status.update(text),
+                keys=key_set,
+                hooks=CollectHooks(progress=lambda text: status.update(text)),
             )
     except TierError as error:
         raise OSError(str(error)) from error
@@ -301,6 +309,7 @@ def gc_json(done: CollectReport) -> dict[str, Any]:
         "namespaces": done.namespaces,
         "objects": done.objects,
         "bytes": done.size_bytes,
+        "announced": done.announced,
     }
 
 
@@ -318,3 +327,5 @@ def show_gc(done: CollectReport) -> None:
     )
     if not done.dry_run and not done.janitor:
         console().print("the janitor of this directory will update its count")
+    if done.announced:
+        console().print(f"announced {done.announced:,} removals to the processes that use it")

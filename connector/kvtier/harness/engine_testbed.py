@@ -33,6 +33,7 @@ from kvtier.config.models import (
     StorePolicy,
     Structural,
     TierDocument,
+    TierVolumeDocument,
 )
 from kvtier.files import replace_file
 from kvtier.harness.engine_process import (
@@ -55,7 +56,8 @@ CHUNK_TOKENS = 64
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
     """The settings of a topology that tests vary. Sizes in bytes. ``lmcache_url``: an lmcache tier
-    takes the place of the file tier."""
+    takes the place of the file tier. ``volumes``: names of the file tier's directories, if it has
+    several; the capacity is divided equally."""
 
     chunk_tokens: int = CHUNK_TOKENS
     memory_bytes: int = 64 << 20
@@ -69,6 +71,7 @@ class EngineOptions:
     selection: Selection = Selection.WEIGHTED
     hash_seed: str = "0"
     lmcache_url: str = ""
+    volumes: tuple[str, ...] = ()
 
     def structural(self, name: str, run_directory: Path, files_root: Path) -> Structural:
         """A policy called ``name``, with the file tier in ``files_root`` if there is one."""
@@ -85,7 +88,11 @@ class EngineOptions:
             tiers.append(
                 FileSystemTierDocument(
                     name="disk",
-                    path=str(files_root),
+                    path="" if self.volumes else str(files_root),
+                    volumes=tuple(
+                        TierVolumeDocument(name=name, path=str(files_root / name))
+                        for name in self.volumes
+                    ),
                     sharing="Node",
                     read_threads=4,
                     write_threads=2,
@@ -110,6 +117,9 @@ class EngineOptions:
         if self.file_bytes is not None:
             tiers["disk"] = LiveTier(
                 capacity_bytes=self.file_bytes,
+                volume_capacity_bytes={
+                    name: self.file_bytes // len(self.volumes) for name in self.volumes
+                },
                 load_timeout_seconds=self.load_timeout_seconds,
                 store_policy=self.store_policy,
             )
@@ -201,7 +211,8 @@ class EngineTestbed:
         self.daemon: ManagedProcess | None = None
         # Objects of another testbed would be in the same namespace, and their number unknown.
         self.topology.mkdir(parents=True)
-        self.files_root.mkdir()
+        for each in (self.files_root, *(self.files_root / name for name in tuning.volumes)):
+            each.mkdir()
         self.write_topology()
 
     # Topology.

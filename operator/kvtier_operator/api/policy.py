@@ -22,6 +22,7 @@ from kvtier_operator.api.base import (
     Violation,
 )
 from kvtier_operator.api.engine import Connector, Engine
+from kvtier_operator.api.file_tier import MountedVolume
 from kvtier_operator.api.selector import LabelSelector
 from kvtier_operator.api.settings import (
     Attach,
@@ -33,7 +34,7 @@ from kvtier_operator.api.settings import (
     Security,
 )
 from kvtier_operator.api.status import PolicyStatus
-from kvtier_operator.api.tiers import LMCacheTierSpec, MountedVolume, TierSpec
+from kvtier_operator.api.tiers import LMCacheTierSpec, TierSpec
 
 GROUP = "kvtier.io"
 VERSION = "v1alpha1"

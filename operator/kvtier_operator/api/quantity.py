@@ -8,10 +8,11 @@ exponent (e or E and an integer). `1E` is an exa, `1E3` a thousand.
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any
+from typing import Any, Self
 
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import PydanticCustomError, core_schema
@@ -53,8 +54,35 @@ def _value(text: str) -> Fraction:
     return value
 
 
+class _Written(ABC):
+    """A value that documents give as text or a number, and that is written back as it was."""
+
+    __slots__ = ()
+
+    @classmethod
+    @abstractmethod
+    def parse(cls, written: int | str) -> Self:
+        """Parses a value of a document. Raises ``QuantityError``."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(
+        cls, source: Any, handler: GetCoreSchemaHandler
+    ) -> core_schema.CoreSchema:
+        def validate(given: Any) -> Any:
+            if isinstance(given, cls):
+                return given
+            try:
+                return cls.parse(given)
+            except QuantityError as error:
+                raise PydanticCustomError("quantity", "{why}", {"why": str(error)}) from None
+
+        return core_schema.no_info_plain_validator_function(
+            validate, serialization=core_schema.plain_serializer_function_ser_schema(str)
+        )
+
+
 @dataclass(frozen=True, slots=True)
-class Quantity:
+class Quantity(_Written):
     """A quantity as written (``text``) and its exact value. Two are equal when both agree."""
 
     text: str
@@ -78,32 +106,13 @@ class Quantity:
     def __str__(self) -> str:
         return self.text
 
-    @classmethod
-    def __get_pydantic_core_schema__(
-        cls, source: Any, handler: GetCoreSchemaHandler
-    ) -> core_schema.CoreSchema:
-        def validate(given: Any) -> Quantity:
-            if isinstance(given, Quantity):
-                return given
-            try:
-                return cls.parse(given)
-            except QuantityError as error:
-                raise PydanticCustomError("quantity", "{why}", {"why": str(error)}) from None
-
-        return core_schema.no_info_plain_validator_function(
-            validate,
-            serialization=core_schema.plain_serializer_function_ser_schema(
-                lambda quantity: quantity.text
-            ),
-        )
-
 
 PERCENTAGE_PATTERN = r"^[1-9]?[0-9]%$"
 _PERCENTAGE = re.compile(PERCENTAGE_PATTERN, re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
-class SizeOrPercentage:
+class SizeOrPercentage(_Written):
     """A size or a percentage from 0% to 99%, as written (``text``). One of both is None."""
 
     text: str
@@ -127,22 +136,3 @@ class SizeOrPercentage:
 
     def __str__(self) -> str:
         return self.text
-
-    @classmethod
-    def __get_pydantic_core_schema__(
-        cls, source: Any, handler: GetCoreSchemaHandler
-    ) -> core_schema.CoreSchema:
-        def validate(given: Any) -> SizeOrPercentage:
-            if isinstance(given, SizeOrPercentage):
-                return given
-            try:
-                return cls.parse(given)
-            except QuantityError as error:
-                raise PydanticCustomError("quantity", "{why}", {"why": str(error)}) from None
-
-        return core_schema.no_info_plain_validator_function(
-            validate,
-            serialization=core_schema.plain_serializer_function_ser_schema(
-                lambda amount: amount.text
-            ),
-        )

@@ -231,6 +231,29 @@ class NfsVolume(Model):
     ] = None
 
 
+class NodeVolume(Model):
+    """The sources that a disk of a node can have."""
+
+    empty_dir: Annotated[
+        EmptyDirVolume | None,
+        STRUCTURAL,
+        Field(description="Directory with the lifetime of the pod."),
+    ] = None
+    ephemeral: Annotated[
+        EphemeralVolume | None,
+        STRUCTURAL,
+        Field(description="Volume per pod, deleted with the pod."),
+    ] = None
+    persistent_volume_claim: Annotated[
+        PersistentVolumeClaimVolume | None,
+        STRUCTURAL,
+        Field(description="Existing claim of the namespace."),
+    ] = None
+    host_path: Annotated[
+        HostPathVolume | None, STRUCTURAL, Field(description="Directory of the node.")
+    ] = None
+
+
 VOLUME_SOURCES = (
     "emptyDir",
     "ephemeral",
@@ -248,24 +271,9 @@ def _one_source(volume: Volume) -> Iterator[Violation]:
         yield Violation((), ", ".join(given), exactly_one_of(VOLUME_SOURCES), kind)
 
 
-class Volume(Model):
+class Volume(NodeVolume):
     """Volume with exactly one source."""
 
-    empty_dir: Annotated[
-        EmptyDirVolume | None,
-        STRUCTURAL,
-        Field(description="Directory with the lifetime of the pod."),
-    ] = None
-    ephemeral: Annotated[
-        EphemeralVolume | None,
-        STRUCTURAL,
-        Field(description="Volume per pod, deleted with the pod."),
-    ] = None
-    persistent_volume_claim: Annotated[
-        PersistentVolumeClaimVolume | None,
-        STRUCTURAL,
-        Field(description="Existing claim of the namespace."),
-    ] = None
     claim_template: Annotated[
         ClaimSpec | None,
         STRUCTURAL,
@@ -275,9 +283,6 @@ class Volume(Model):
                 "to [ReadWriteMany]."
             )
         ),
-    ] = None
-    host_path: Annotated[
-        HostPathVolume | None, STRUCTURAL, Field(description="Directory of the node.")
     ] = None
     nfs: Annotated[
         NfsVolume | None,

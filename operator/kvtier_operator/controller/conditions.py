@@ -25,9 +25,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kvtier_operator.api.conditions import PolicyReason, Reason
+from kvtier_operator.api.file_tier import MountedVolume, Sharing
 from kvtier_operator.api.pods import Pod
 from kvtier_operator.api.policy import KVTierPolicy
-from kvtier_operator.api.tiers import MountedVolume, Sharing
 from kvtier_operator.api.validation import FieldError
 from kvtier_operator.controller.objects import is_terminating
 from kvtier_operator.kube.resources import Object

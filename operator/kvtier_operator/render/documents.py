@@ -38,9 +38,10 @@ from kvtier.errors import ConfigurationError
 from kvtier.hashing import sha256_hex
 from kvtier_operator.api.base import Change
 from kvtier_operator.api.fields import fields_of
+from kvtier_operator.api.file_tier import Sync
 from kvtier_operator.api.policy import KVTierPolicy, PolicySpec
 from kvtier_operator.api.quantity import Quantity
-from kvtier_operator.api.tiers import Sync, TierSpec
+from kvtier_operator.api.tiers import TierSpec
 from kvtier_operator.api.validation import FieldError, InvalidDocumentError
 from kvtier_operator.render import volumes
 

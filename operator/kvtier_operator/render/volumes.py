@@ -12,9 +12,9 @@ from typing import Any
 
 from kvtier.hashing import sha256_hex
 from kvtier_operator.api.fields import jsonable
+from kvtier_operator.api.file_tier import MountedVolume
 from kvtier_operator.api.policy import KVTierPolicy
 from kvtier_operator.api.quantity import Quantity
-from kvtier_operator.api.tiers import MountedVolume
 from kvtier_operator.api.volumes import ClaimSpec, NfsVolume
 
 POLICY_LABEL = "kvtier.io/policy"

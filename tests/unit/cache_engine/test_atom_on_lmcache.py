@@ -82,11 +82,12 @@ def test_a_shard_that_one_rank_has_lost_is_computed_and_stored_again(
     for path in remote.glob("*@2@1@*.data"):
         path.unlink()
     bench.serve(PROMPT)
-    assert bench.count("loads_failed") == 1
+    assert bench.count("loads_failed") == 1, "the other chunks are known to be lost as well"
+    bench.wait_committed(PROMPT[:40], serving=PROMPT)
     bench.forget_gpu()
-    bench.wait_committed(PROMPT[:40])
     bench.serve(PROMPT)
     assert bench.count("loads_whole") == 1
+    assert bench.count("loads_failed") == 1
     assert bench.count("loaded_tokens") == 40
 
 

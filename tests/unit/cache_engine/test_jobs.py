@@ -15,7 +15,7 @@ from kvtier.engines.lmcache import jobs as jobs_module
 from kvtier.engines.lmcache.jobs import STORE_SECONDS, CacheJobs, LoadRequest, StoreRequest
 from kvtier.engines.lmcache.transfers import LoadTransfer, StoreTransfer
 
-A, B = b"\0" + b"a" * 32, b"\0" + b"b" * 32
+A, B, C = (b"\0" + letter * 32 for letter in (b"a", b"b", b"c"))
 
 
 class Cache:
@@ -47,6 +47,7 @@ class Cache:
             transfer.loaded = index + 1
         if transfer.loaded < len(transfer.keys):
             transfer.failure = "missing"
+            transfer.missing.extend(range(transfer.loaded, len(transfer.keys)))
 
     def close(self) -> None:
         self.closed = True
@@ -118,10 +119,10 @@ def test_jobs_end_and_ranks_say_what_they_hold_and_have_lost(case: Case) -> None
     assert case.loads == {2: ""}
     assert case.reports.said == [("stored", ((A, 7),))]
     case.cache.present = 1
-    case.load(3, A, B)
+    case.load(3, A, B, C)
     case.until(loads=2)
     assert case.loads[3] == "missing"
-    assert case.reports.said[-1] == ("lost", ((B, 7),))
+    assert case.reports.said[-1] == ("lost", ((B, 7), (C, 7)))
 
 
 def test_a_load_that_hangs_fails_in_time_and_touches_no_block_later(case: Case) -> None:

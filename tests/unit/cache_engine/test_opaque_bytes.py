@@ -26,7 +26,7 @@ from kvtier.engines.lmcache.objects import ObjectShape, chunk_hash
 from kvtier.engines.lmcache.transfers import LoadTransfer, StoreTransfer
 from kvtier.tiers.filesystem.format import HEADER_BYTES
 
-A, B, C = (b"\0" + bytes([number]) * 32 for number in range(1, 4))
+A, B, C, D = (b"\0" + bytes([number]) * 32 for number in range(1, 5))
 
 
 @pytest.fixture(autouse=True)
@@ -101,10 +101,11 @@ def test_what_is_not_there_ends_the_load(rank: Rank) -> None:
     rank.store(A, 5, 0, 1)
     rank.store(C, 5, 2, 3)
     rank.wipe()
-    done = rank.load((A, 5, (6, 7)), (B, 5, (8, 9)), (C, 5, (10, 11)))
+    done = rank.load((A, 5, (6, 7)), (B, 5, (8, 9)), (C, 5, (10, 11)), (D, 5, (4, 5)))
     assert (done.loaded, done.failure) == (1, "missing")
+    assert done.missing == [1, 3], "all that is not there, so that it costs one failed load"
     assert rank.block(6) == before
-    for number in (8, 9, 10, 11):
+    for number in (8, 9, 10, 11, 4, 5):
         assert not any(map(any, rank.block(number)))
 
 

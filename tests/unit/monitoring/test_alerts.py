@@ -151,17 +151,15 @@ CASES = {
         before="30m",
     ),
     "KVTierEngineWithoutTiers": Case(
+        {f"vllm:kvtier_processes_without_tiers{{{ENGINE}}}": "0x10 1x50"},
+        # Off for two minutes after an error, and used again.
         {
-            f'vllm:kvtier_off_total{{{ENGINE},reason="Unexpected"}}': "1x60",
-            f'vllm:kvtier_errors_total{{{ENGINE},hook="shutdown"}}': "0x60",
-        },
-        {
-            f'vllm:kvtier_off_total{{{ENGINE},reason="Unexpected"}}': "0x60",
-            f'vllm:kvtier_errors_total{{{ENGINE},hook="shutdown"}}': "0x60",
+            f"vllm:kvtier_processes_without_tiers{{{ENGINE}}}": "0x38 1 1 0x20",
+            f'vllm:kvtier_errors_total{{{ENGINE},hook="shutdown"}}': "0x38 1x22",
         },
         "The engine in n/e serves without tiers.",
         OF_ENGINE,
-        before="3m",
+        before="13m",
     ),
     "KVTierProtocolViolations": Case(
         {f'kvtier_protocol_violations_total{{{POD},reason="frames"}}': "0x30 1x30"},

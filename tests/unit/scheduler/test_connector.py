@@ -28,6 +28,7 @@ from kvtier.config.models import Daemon
 from kvtier.engines.vllm import connector as connector_module
 from kvtier.engines.vllm.config import engine_name, group_of, planner_for
 from kvtier.engines.vllm.connector import KVTierConnector
+from kvtier.engines.vllm.counters import WITHOUT_TIERS
 from kvtier.engines.vllm.metadata import StepMetadata
 from kvtier.planner import GroupKind, UnsupportedGeometryError
 
@@ -137,6 +138,9 @@ def test_unsupported_models_turn_kvtier_off_with_their_geometry(
 
     other = CrossAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32)
     made = KVTierConnector(_config(directory), role, _caches(_sliding(), other))
+    assert _newly_off(made) == 1
+    assert _newly_off(made) == 0, "reported once"
+    made = KVTierConnector(_config(directory), role, _caches(_sliding(), other))
     assert "group 1: other (CrossAttentionSpec) with blocks of 32 tokens" in caplog.text
     assert "window 128" in caplog.text
     assert made.get_num_new_matched_tokens(SimpleNamespace(), 0) == (0, False)
@@ -226,10 +230,13 @@ def test_after_an_error_kvtier_is_used_again_a_few_times(
         return connector.get_num_new_matched_tokens(request, 0)[0]  # type: ignore[arg-type]
 
     assert step_and_ask("old") == 4 * CHUNK
+    assert _newly_off(connector) == 0
+    rearms = 0
     for number, seconds in enumerate((*connector_module.REARM_SECONDS, None)):
         with monkeypatch.context() as patch:
             _break(testbed, patch, "get_num_new_matched_tokens")
             assert step_and_ask("broken") == 0
+        assert _newly_off(connector) == 1
         if seconds is None:
             now += 1e9
             assert step_and_ask("later") == 0, "it stays off"
@@ -239,9 +246,19 @@ def test_after_an_error_kvtier_is_used_again_a_few_times(
         now += 1
         assert step_and_ask(f"new{number}") == 4 * CHUNK
         assert step_and_ask("old") == 0, "what is known about it may be wrong"
+        stats = connector.get_kv_connector_stats()
+        assert stats is not None
+        assert stats.data[WITHOUT_TIERS[0]] == {"": -1}
+        rearms += stats.data["rearms"][""]
+    assert rearms == len(connector_module.REARM_SECONDS)
+    assert _newly_off(connector) == 0
+
+
+def _newly_off(connector: KVTierConnector) -> int:
+    """The change of the number of processes without tiers that it reports."""
     stats = connector.get_kv_connector_stats()
-    assert stats is not None
-    assert stats.data["rearms"] == {"": len(connector_module.REARM_SECONDS)}
+    changes = stats.data.get(WITHOUT_TIERS[0], {}) if stats is not None else {}
+    return sum(changes.values())
 
 
 def _empty_step() -> SimpleNamespace:

@@ -141,6 +141,27 @@ def test_every_label_set_exists_from_the_start_at_0() -> None:
     assert 'vllm:kvtier_load_failures_total{engine="1",model_name="m",reason="limit"} 1.0' in after
 
 
+def test_processes_without_tiers_go_up_and_down() -> None:
+    types = _Types()
+    metrics = _metrics(types)
+
+    def shown(engine: int) -> float | None:
+        labels = {"model_name": "m", "engine": str(engine)}
+        return types.registry.get_sample_value("vllm:kvtier_processes_without_tiers", labels)
+
+    assert (shown(0), shown(1)) == (0, 0)
+    reports = [KVTierStats(), KVTierStats()]
+    for report in reports:
+        report.add(counters.WITHOUT_TIERS[0])
+    # The scheduler's and a rank's.
+    metrics.observe(reports[0].aggregate(reports[1]).data, 1)
+    assert (shown(0), shown(1)) == (0, 2)
+    again = KVTierStats()
+    again.add(counters.WITHOUT_TIERS[0], -1)
+    metrics.observe(again.data, 1)
+    assert (shown(0), shown(1)) == (0, 1)
+
+
 def _series(text: str) -> list[str]:
     return [
         line.rpartition(" ")[0]

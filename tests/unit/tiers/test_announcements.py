@@ -7,6 +7,7 @@ import os
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.unit.tiers.announcing_hosts import Hosts
@@ -27,7 +28,8 @@ from kvtier.tiers.filesystem.announcement_format import (
 )
 from kvtier.tiers.filesystem.announcement_ring import LogReader, LogWriter
 from kvtier.tiers.filesystem.announcements import MAX_PENDING, Announcements, log_blocks, log_bytes
-from kvtier.tiers.filesystem.layout import ANNOUNCEMENTS, Modes, term_path
+from kvtier.tiers.filesystem.gc import CollectHooks, CollectReport, collect
+from kvtier.tiers.filesystem.layout import ANNOUNCEMENTS, Modes, term_path, writers_path
 from kvtier.tiers.isolation_keys import make_key_set
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -351,6 +353,81 @@ def test_what_the_janitor_evicts_is_gone_everywhere(hosts: Hosts) -> None:
     janitor.evict(1 << 40)
     hosts.announce()
     assert second.tier.usage().objects == 0
+
+
+def collect_beside(hosts: Hosts, **options: Any) -> CollectReport:
+    """``kvtier gc`` down to 5 MiB, as another process, while the tiers go on."""
+
+    now = 0.0
+
+    def others_go_on(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        hosts.rounds(seconds=seconds)
+        hosts.announce()
+
+    hooks = CollectHooks(sleep=others_go_on, clock=lambda: now)
+    return collect(hosts.root, 5 * MIB, None, dry_run=False, hooks=hooks, **options)
+
+
+def test_what_gc_removes_is_gone_everywhere(hosts: Hosts) -> None:
+    first, second = hosts.make(), hosts.make()
+    hosts.settle()
+    for seed in range(500):
+        hosts.store(first, seed)
+    hosts.announce()
+    hosts.settle()
+    assert second.tier.usage().objects == 500
+    scans = hosts.count_scans()
+    second.changes.clear()
+    done = collect_beside(hosts)
+    assert not done.janitor
+    assert done.announced == done.objects > 0
+    hosts.announce()
+    left = [seed for seed in range(500) if os.path.exists(hosts.path(seed))]
+    assert len(left) == 500 - done.objects
+    assert [s for s in range(500) if second.tier.contains(make_object(s)[0])] == left
+    assert len(second.changes) == done.objects
+    assert not scans[id(second.tier.maintenance)]
+    assert not hosts.lost(first) + hosts.lost(second)
+    hosts.settle()
+    assert len(os.listdir(writers_path(hosts.root))) == 2
+
+
+@pytest.mark.parametrize("keys", [KEYS, None], ids=["with keys", "without"])
+def test_gc_announces_removals_of_sealed_objects_with_keys_only(hosts: Hosts, keys: object) -> None:
+    first, second = hosts.make(keys=KEYS), hosts.make(keys=KEYS)
+    hosts.settle()
+    for seed in range(500):
+        hosts.store(first, seed)
+    hosts.announce()
+    hosts.settle()
+    done = collect_beside(hosts, keys=keys)
+    hosts.announce()
+    assert done.objects > 0
+    assert done.announced == (done.objects if keys else 0)
+    assert second.tier.usage().objects == 500 - done.announced
+    assert not hosts.lost(first) + hosts.lost(second), "nothing is sent that would be rejected"
+    hosts.rounds(200)
+    hosts.announce()
+    assert second.tier.usage().objects == 500 - done.objects, "the janitor has counted"
+
+
+def test_gc_does_not_wait_for_a_leader_that_passes_nothing_on(
+    hosts: Hosts,
+) -> None:
+    first = hosts.make()
+    hosts.settle()
+    for seed in range(500):
+        hosts.store(first, seed)
+    naps: list[float] = []
+    hooks = CollectHooks(sleep=naps.append, clock=lambda: sum(naps))
+    done = collect(hosts.root, 5 * MIB, None, dry_run=False, hooks=hooks)
+    assert done.objects > 0
+    assert done.announced == 0
+    assert sum(naps) <= 6.0
+    hosts.rounds(20)
+    assert first.tier.usage().objects == 500 - done.objects
 
 
 def test_who_follows_the_log_does_not_scan(hosts: Hosts) -> None:

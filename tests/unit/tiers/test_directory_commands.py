@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.tier_files import bytes_below
 
 from kvtier.cli.directory import age_text, size_text
 from kvtier.cli.main import main
@@ -25,7 +26,7 @@ from kvtier.tiers.base import ObjectRef, TierLimits
 from kvtier.tiers.checksum import preferred
 from kvtier.tiers.filesystem import FileSystemTier
 from kvtier.tiers.filesystem.election import is_visible
-from kvtier.tiers.filesystem.gc import collect
+from kvtier.tiers.filesystem.gc import CollectHooks, collect
 from kvtier.tiers.filesystem.seal import Sealing
 from kvtier.tiers.filesystem.walker import object_path
 from kvtier.tiers.isolation_keys import read_key_set
@@ -191,7 +192,8 @@ def test_gc_evicts_least_recently_used_objects_while_an_engine_runs(
     kvtier: Any, root: Path, tier: FileSystemTier
 ) -> None:
     for seed in range(40):
-        os.utime(path_of(root, seed), (seed + 1_000_000_000, seed + 1_000_000_000))
+        used_at = 1_000_000_000 + 60 * seed
+        os.utime(path_of(root, seed), (used_at, used_at))
     dry = kvtier("gc", root, "--capacity", "400Ki", "--dry-run", "--json").json
     assert dry["dryRun"]
     assert dry["objects"] > 0
@@ -235,6 +237,30 @@ def test_gc_evicts_least_recently_used_objects_while_an_engine_runs(
     assert not tier.contains(ref)
 
 
+def test_gc_removes_the_ends_of_prefixes_before_their_beginnings(
+    kvtier: Any, tmp_path: Path
+) -> None:
+    root = tmp_path / "chained"
+    with contextlib.closing(open_tier(root, 64 << 20)) as tier:
+        for first in (0, 20):
+            previous = b""
+            for seed in range(first, first + 20):
+                ref, payload, meta = make(seed)
+                tier.write(ref, payload, replace(meta, previous=previous))
+                previous = ref.key
+    for seed in range(40):
+        # The second prompt was used an hour later; each file a minute after the one before it.
+        used_at = 1_000_000_000 + 60 * seed + (3_600 if seed >= 20 else 0)
+        os.utime(path_of(root, seed), (used_at, used_at))
+    done = kvtier("gc", root, "--capacity", "400Ki", "--json").json
+    assert 0 < done["objects"] < 40
+    left = [seed for seed in range(40) if path_of(root, seed).exists()]
+    first, second = [s for s in left if s < 20], [s for s in left if s >= 20]
+    assert not first or len(second) == 20, "the prompt that was used last is removed last"
+    assert first == list(range(len(first))), "a prompt shrinks from its end"
+    assert second == list(range(20, 20 + len(second)))
+
+
 def test_gc_leads_the_directory_if_no_leader_is_alive(
     kvtier: Any, root: Path, tier: FileSystemTier
 ) -> None:
@@ -273,7 +299,7 @@ def test_files_created_by_gc_as_root_belong_to_the_owner_of_the_control_director
                 owners.add((path.lstat().st_uid, path.lstat().st_gid))
                 made.add(path)
 
-    done = collect(root, 200 * 1024, None, dry_run=False, progress=look)
+    done = collect(root, 200 * 1024, None, dry_run=False, hooks=CollectHooks(look))
     look("")
     assert done.janitor is not alive
     assert done.objects > 0
@@ -559,4 +585,4 @@ def test_gc_limits_each_volume(kvtier: Any, volumes: list[Path]) -> None:
     document = kvtier("gc", *volumes, "--capacity", "256Ki", "--json").json
     assert all(each["objects"] > 0 for each in document["directories"])
     for volume in volumes:
-        assert sum(path.stat().st_size for path in volume.rglob("*") if path.is_file()) <= 256 << 10
+        assert bytes_below(volume) <= 256 << 10

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.tier_files import bytes_below, files_below
 
 from kvtier.config.models import FileSystemTierDocument
 from kvtier.errors import (
@@ -57,7 +58,7 @@ def path_of(root: Path, ref: ObjectRef) -> Path:
 
 
 def object_bytes(root: Path) -> int:
-    return sum(path.stat().st_size for path in root.rglob("*.kv"))
+    return bytes_below(root, ".kv")
 
 
 # What a directory may hold.
@@ -222,14 +223,7 @@ def test_files_being_written_count_against_the_capacity(tmp_path: Path) -> None:
 
     def watch() -> None:
         while not stop.is_set():
-            total = 0
-            for path in tmp_path.rglob("*"):
-                try:
-                    status = path.lstat()
-                except OSError:
-                    continue
-                total += status.st_size if stat.S_ISREG(status.st_mode) else 0
-            largest[0] = max(largest[0], total)
+            largest[0] = max(largest[0], bytes_below(tmp_path))
 
     def work(first: int) -> None:
         for seed in range(first, first + 25):
@@ -479,9 +473,7 @@ def test_a_write_that_fails_half_way_leaves_nothing(
     assert not tier.contains(ref)
     assert tier.usage().used_bytes <= before
     assert object_bytes(tmp_path) <= files
-    assert not [
-        path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size > 60_000
-    ]
+    assert max(files_below(tmp_path).values(), default=0) <= 60_000
     tier.write(ref, payload, meta)
     assert tier.read(ref, buffer(payload.nbytes)) == meta
     tier.close()

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from tests.support import lmcache_backends as backends
@@ -32,9 +33,9 @@ from kvtier.processes import Liveness, ProcessIdentity, liveness_of, pid_namespa
 from kvtier.testing.objects import buffer, make_object
 from kvtier.tiers.base import ObjectRef, TierLimits
 from kvtier.tiers.lmcache import LMCacheTier, stock
-from kvtier.tiers.lmcache.process import ChildProcess
+from kvtier.tiers.lmcache.process import ChildLane, ChildProcess
 from kvtier.tiers.lmcache.tier import require_lmcache
-from kvtier.tiers.lmcache.wire import ENTRY_BYTES, LaneReply, LaneRequest
+from kvtier.tiers.lmcache.wire import ENTRY_BYTES, LaneReply, LaneRequest, OpenRequest
 
 pytestmark = pytest.mark.slow
 PATIENCE_SECONDS = 60.0
@@ -161,6 +162,83 @@ class TestProcess:
         pid = int(found.stdout)
         identity = ProcessIdentity(pid, process_start(pid), pid_namespace())
         wait_until(lambda: liveness_of(identity) is Liveness.GONE)
+
+
+class TestRaces:
+    """Reads of an object that another thread removes and stores again."""
+
+    @pytest.fixture
+    def tier(self, child: backends.ReusedChild, tmp_path: Path) -> LMCacheTier:
+        tier = LMCacheTier(document(directory_url(tmp_path)), TierLimits(1 << 30), child)
+        self.changes: list[bool] = []
+        tier.open(lambda *change: self.changes.append(change[2]))
+        tier.write(*make_object(7))
+        return tier
+
+    @staticmethod
+    def replace_during_the_read(
+        tier: LMCacheTier, outcome: Literal["missing", "corrupt"], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The next read sees the object gone or cut, and then it is stored again."""
+        call, reads = tier.child.call, []
+
+        def racing(lane: ChildLane, request: LaneRequest) -> LaneReply:
+            if request.operation != "get" or reads:
+                return call(lane, request)
+            reads.append(request)
+            tier.delete(make_object(7)[0])
+            tier.write(*make_object(7))
+            return LaneReply(outcome)
+
+        monkeypatch.setattr(tier.child, "call", racing)
+
+    @pytest.mark.parametrize("outcome", ["missing", "corrupt"])
+    def test_an_object_that_is_stored_again_stays(
+        self,
+        tier: LMCacheTier,
+        outcome: Literal["missing", "corrupt"],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        self.replace_during_the_read(tier, outcome, monkeypatch)
+        ref, payload, meta = make_object(7)
+        into = buffer(payload.nbytes)
+        with pytest.raises(TierMissError):
+            tier.read(ref, into)
+        assert tier.contains(ref)
+        assert self.changes == [True, False, True]
+        assert tier.usage().objects == 1
+        assert tier.read(ref, into) == meta
+        assert into == payload
+
+    def test_a_file_that_is_replaced_while_it_is_read_is_no_damage(self, tmp_path: Path) -> None:
+        backends.require_lmcache()
+        from kvtier.tiers.lmcache.backends import DirectoryBackend, engine_key
+
+        backend = DirectoryBackend(OpenRequest(directory_url(tmp_path)))
+        ref, content = make_object(7)[0], memoryview(bytearray(b"x" * 5_000))
+        key, into = engine_key(ref.namespace, ref.key.hex()), memoryview(bytearray(5_000))
+        connector = backend.connector()
+        read, reads = connector.get, []
+
+        async def racing(key: object) -> object:
+            reads.append(key)
+            if len(reads) > 1:
+                return await read(key)
+            # The reader finds no file, and then a writer makes one.
+            path = backends.object_file(tmp_path / "objects", ref)
+            path.with_suffix(".new").write_bytes(path.read_bytes())
+            path.with_suffix(".new").replace(path)
+            return None
+
+        assert backend.put(key, content, 5.0).outcome == "done"
+        connector.get = racing
+        found = backend.get(key, into, 5.0)
+        assert (found.outcome, found.size_bytes, len(reads)) == ("found", 5_000, 2)
+        assert into == content
+        backends.object_file(tmp_path / "objects", ref).write_bytes(b"cut")
+        assert backend.get(key, into, 5.0).outcome == "corrupt"
+        assert backend.delete(key, 5.0).outcome == "done"
+        assert backend.get(key, into, 5.0).outcome == "missing"
 
 
 class TestBackEnds:

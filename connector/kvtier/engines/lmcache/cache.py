@@ -33,6 +33,8 @@ from kvtier.engines.lmcache.transfers import LoadTransfer, StoreTransfer
 
 VISIBLE_SECONDS = 10.0
 """How long a stored object may take until its back end has it."""
+MISSING_SECONDS = 0.1
+"""How long a failed load is delayed to find out what else has been lost."""
 _POLL_SECONDS = 0.002
 _MARKER_KIND = b"marker"
 T = TypeVar("T")
@@ -102,11 +104,23 @@ class RankCache:
                 transfer.failure = "missing"
             for index in transfer.damaged:
                 self._remove(self._database.key(chunk_hash(transfer.keys[index])))
+            if transfer.failure in ("missing", "damaged"):
+                self._find_missing(transfer)
         except Exception as error:  # noqa: BLE001
             _log.warning("KVTier: LMCache cannot load: %s: %s", type(error).__name__, error)
             transfer.failure = transfer.failure or "storage_failed"
         finally:
             transfer.gate.close()
+
+    def _find_missing(self, transfer: LoadTransfer) -> None:
+        """Notes which chunks of a failed load are not there, as far as that can be told in time."""
+        until = time.monotonic() + MISSING_SECONDS
+        transfer.missing.append(transfer.loaded)
+        for index in range(transfer.loaded + 1, len(transfer.keys)):
+            if time.monotonic() > until or not transfer.gate.is_open:
+                return
+            if self._storage.contains(self._database.key(chunk_hash(transfer.keys[index]))) is None:
+                transfer.missing.append(index)
 
     # Markers (``kvtier.lookup.index``).
 

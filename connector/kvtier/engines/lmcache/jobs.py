@@ -238,9 +238,10 @@ class CacheJobs:
             transfer = load.transfer
             if not load.reported:
                 self._cache.load(transfer)
-            if transfer.failure in ("missing", "damaged") and transfer.loaded < len(transfer.keys):
-                lost = (transfer.keys[transfer.loaded], transfer.stores[transfer.loaded])
-                self._reports.lost([lost])
+            lost = [(transfer.keys[each], transfer.stores[each]) for each in transfer.missing]
+            if lost:
+                # All at once: otherwise each chunk that was lost costs a failed load.
+                self._reports.lost(lost)
             self._end_load(load, "")
             with self._condition:
                 self._load = None

@@ -28,6 +28,11 @@ class CopyGate:
             copy()
             return True
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a copy would run. Does not wait."""
+        return self._open
+
     def close(self) -> None:
         """No copy of this job runs from now on. Idempotent."""
         with self._lock:
@@ -51,7 +56,8 @@ class StoreTransfer:
 class LoadTransfer:
     """Chunks to load, in prefix order. ``loaded``: how many are in GPU memory, from the first.
 
-    ``damaged``: chunks that came and did not verify.
+    ``damaged``: chunks that came and did not verify. ``missing``: chunks that are not in the back
+    end, or are there no more, since they did not verify.
     """
 
     keys: tuple[bytes, ...]
@@ -61,4 +67,5 @@ class LoadTransfer:
     gate: CopyGate = field(default_factory=CopyGate)
     loaded: int = 0
     damaged: list[int] = field(default_factory=list)
+    missing: list[int] = field(default_factory=list)
     failure: str = ""

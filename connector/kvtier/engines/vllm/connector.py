@@ -30,7 +30,7 @@ from kvtier.config.loader import load_for_engine
 from kvtier.engines.common.tierd_session import TierdSession
 from kvtier.engines.vllm import early_start, engine_signals, weights
 from kvtier.engines.vllm.config import engine_name, planner_for, use_vllm_log_handlers
-from kvtier.engines.vllm.counters import off_reason
+from kvtier.engines.vllm.counters import WITHOUT_TIERS, off_reason
 from kvtier.engines.vllm.identity import IdentityBuilder
 from kvtier.engines.vllm.metadata import StepMetadata, WorkerReport
 from kvtier.engines.vllm.metrics import KVTierPromMetrics, KVTierStats
@@ -111,6 +111,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: KVTierConnectorWorker | None = None
         self._supervisor: Supervisor | None = None
         self._off_reason = ""
+        self._reported_off = False
         self._errors = 0
         self._rearm_at = math.inf
         self._stats = KVTierStats()
@@ -451,10 +452,19 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         self._guarded("get_kv_connector_stats", None, self._collect_stats)
+        off = self._is_off()
+        self._stats.add(WITHOUT_TIERS[0], off - self._reported_off)
+        self._reported_off = off
         if self._stats.is_empty():
             return None
         collected, self._stats = self._stats, KVTierStats()
         return collected
+
+    def _is_off(self) -> bool:
+        """Whether this process loads and stores nothing. A rank continues after an error."""
+        if self._worker is not None:
+            return bool(self._worker.off_reason)
+        return self._scheduler is None or bool(self._off_reason)
 
     def _collect_stats(self) -> None:
         if self._scheduler is not None:

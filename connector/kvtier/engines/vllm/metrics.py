@@ -12,13 +12,21 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Counter as PromCounter
+from prometheus_client import Gauge as PromGauge
 from prometheus_client import Histogram as PromHistogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
 
-from kvtier.engines.vllm.counters import BY_NAME, COUNTERS, LOAD_DURATION, TIER, check
+from kvtier.engines.vllm.counters import (
+    BY_NAME,
+    COUNTERS,
+    LOAD_DURATION,
+    TIER,
+    WITHOUT_TIERS,
+    check,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -41,7 +49,7 @@ class KVTierStats(KVConnectorStats):
         super().__init__(data={} if data is None else data)
 
     def add(self, name: str, amount: int = 1, label: str = "") -> None:
-        """Adds to a counter of ``COUNTERS``."""
+        """Adds to a counter of ``COUNTERS``, or a change to the gauge of ``WITHOUT_TIERS``."""
         if amount:
             check(name, label)
             values = self.data.setdefault(name, {})
@@ -114,6 +122,14 @@ class KVTierPromMetrics(KVConnectorPromMetrics):
             buckets=list(LOAD_BUCKETS),
             labelnames=labelnames,
         )
+        # Several API processes each receive some of an engine's reports.
+        self._without_tiers = metric_types[PromGauge](
+            name=f"vllm:kvtier_{WITHOUT_TIERS[0]}",
+            documentation=WITHOUT_TIERS[1],
+            labelnames=labelnames,
+            multiprocess_mode="sum",
+        )
+        self._processes_without_tiers = dict.fromkeys(per_engine_labelvalues, 0)
         self._failure_logged = False
         self._declare(tuple(tiers))
 
@@ -125,6 +141,7 @@ class KVTierPromMetrics(KVConnectorPromMetrics):
                     labels = [*engine_values, value] if metric.label else engine_values
                     self._counters[metric.name].labels(*labels)
             self._load_seconds.labels(*engine_values)
+            self._without_tiers.labels(*engine_values).set(0)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Adds one report of one engine."""
@@ -145,6 +162,11 @@ class KVTierPromMetrics(KVConnectorPromMetrics):
                 for label, amount in values.items():
                     labels = [*engine_values, label] if metric.label else engine_values
                     self._counters[name].labels(*labels).inc(amount)
+            elif name == WITHOUT_TIERS[0]:
+                # Ray's gauges can be set only.
+                count = self._processes_without_tiers.get(engine, 0) + sum(values.values())
+                self._processes_without_tiers[engine] = count
+                self._without_tiers.labels(*engine_values).set(count)
             elif name == LOAD_SECONDS:
                 for seconds in values:
                     self._load_seconds.labels(*engine_values).observe(seconds)

@@ -73,6 +73,7 @@ class AnnouncementLog:
         self._readers: dict[str, LogReader] = {}
         self._to_copy: list[bytes] = []
         self._numbers: OrderedDict[int, int] = OrderedDict()
+        self._passed_on = 0
         self._thread: threading.Thread | None = None
         self._stopping = False
 
@@ -113,6 +114,11 @@ class AnnouncementLog:
             except OSError as error:
                 self._shared.lose("unreadable")
                 _log.warning("%s: cannot read announcements: %s", self._directory.root, error)
+
+    @property
+    def passed_on(self) -> bool:
+        """Whether all that this process has sent is in the leader's log, as of the last round."""
+        return self._passed_on >= self._next_frame
 
     def run_once(self) -> None:
         """Sends, copies and follows. Raises ``OSError``."""
@@ -215,6 +221,7 @@ class AnnouncementLog:
         try:
             self._leader.append(path, role.leader_blocks, self._directory.modes, self._to_copy)
             self._to_copy.clear()
+            self._passed_on = self._next_frame
         except OSError as error:
             if error.errno not in GONE:
                 raise
@@ -241,6 +248,7 @@ class AnnouncementLog:
 
     def _is_known(self, frame: Frame) -> bool:
         if frame.writer == self._writer_id:
+            self._passed_on = max(self._passed_on, frame.number + 1)
             return True
         last = self._numbers.pop(frame.writer, -1)
         self._numbers[frame.writer] = max(last, frame.number)

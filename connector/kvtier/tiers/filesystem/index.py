@@ -62,8 +62,9 @@ class SavedObject(NamedTuple):
     facts: ObjectFacts | None = None
 
 
-def _age_rank(used_at: float) -> float:
-    """Ascends from minute to minute, and descends within each."""
+def age_rank(used_at: float) -> float:
+    """Ranks files by their last use, the first to be evicted first. Ascends from minute to minute
+    and descends within each: the chunks of a prompt are written and read in its order."""
     minute = used_at // 60
     return 60 * minute + 60 - (used_at - 60 * minute)
 
@@ -530,7 +531,7 @@ class Index:
         with self._lock:
             used_at, self._file_used_at, self._ordering = self._file_used_at, array("d"), False
         nodes = [node for node, at in enumerate(used_at) if at]
-        nodes.sort(key=lambda node: _age_rank(used_at[node]))
+        nodes.sort(key=lambda node: age_rank(used_at[node]))
         for start in range(0, len(nodes), _PART_OBJECTS):
             with self._lock:
                 for node in nodes[start : start + _PART_OBJECTS]:

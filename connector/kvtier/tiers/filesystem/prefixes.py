@@ -1,5 +1,5 @@
 """The prefixes that a directory holds, how recently they were used, and what is evicted next
-(``kvtier inspect --prefixes``).
+(``kvtier inspect --prefixes``, ``kvtier gc``).
 
 Reads the header of every object. What an object follows is stored there since this release; it is
 not known of older objects, and of encrypted ones without their key, which then count as beginnings.
@@ -11,7 +11,9 @@ the directory cannot be read.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +26,7 @@ from kvtier.tiers.filesystem.format import (
     VERSION,
     previous_of,
 )
+from kvtier.tiers.filesystem.index import age_rank
 from kvtier.tiers.filesystem.walker import ObjectFile, ScanReport, object_path, walk
 
 AGES = (3_600.0, 21_600.0, 86_400.0, 604_800.0)
@@ -136,9 +139,28 @@ def survey_prefixes(root: Path, now: float, at_most: int = 10) -> PrefixSurvey:
                 found.size_bytes,
                 found.used_at,
             )
-            for found in _eviction_order(held, previous, places, at_most)
+            for found in islice(_eviction_order(held, previous, places), at_most)
         ],
     )
+
+
+def eviction_order(
+    root: Path, objects: Iterable[ObjectFile], on_read: Callable[[int], None] = lambda _: None
+) -> Iterator[ObjectFile]:
+    """``objects``, the ones to be evicted first in front. Reads the header of each one before it
+    yields the first. ``on_read``: called with the number of headers read so far."""
+    held: dict[str, dict[bytes, ObjectFile]] = {}
+    previous: dict[str, dict[bytes, bytes]] = {}
+    for number, found in enumerate(objects, 1):
+        held.setdefault(found.namespace, {})[found.key] = found
+        before = _previous(str(root), found)
+        if before:
+            previous.setdefault(found.namespace, {})[found.key] = before
+        on_read(number)
+    places: dict[_Name, _Place] = {}
+    for name, each in held.items():
+        _build_trees(NamespacePrefixes(name), each, previous.get(name, {}), places)
+    return _eviction_order(held, previous, places)
 
 
 def _previous(root: str, found: ObjectFile) -> bytes | None:
@@ -194,8 +216,7 @@ def _eviction_order(
     held: dict[str, dict[bytes, ObjectFile]],
     previous: dict[str, dict[bytes, bytes]],
     places: dict[_Name, _Place],
-    at_most: int,
-) -> list[ObjectFile]:
+) -> Iterator[ObjectFile]:
     order = PrefixOrder()
     nodes: dict[_Name, int] = {}
     objects: dict[int, ObjectFile] = {}
@@ -213,12 +234,10 @@ def _eviction_order(
         order.enter(node, node_of((namespace, before)) if before else NONE)
     # As the janitor orders objects that it finds: among equal times the key decides. What cannot be
     # used stays in front.
-    for found in sorted(objects.values(), key=lambda each: (each.used_at, each.key)):
+    for found in sorted(objects.values(), key=lambda each: (age_rank(each.used_at), each.key)):
         name = (found.namespace, found.key)
         if places[name].complete:
             order.use(nodes[name])
-    evicted: list[ObjectFile] = []
-    while len(evicted) < at_most and (node := order.oldest()) != NONE:
-        evicted.append(objects[node])
+    while (node := order.oldest()) != NONE:
+        yield objects[node]
         order.leave(node)
-    return evicted

@@ -298,14 +298,23 @@ class DirectoryBackend(StorageBackend):
         path = parse_remote_url(self.target.url).path
         return FSConnector(self.loop, self.allocator, self.allocator.config, base_paths_str=path)
 
-    def not_found(self, key: CacheEngineKey) -> LaneReply:
-        # The connector logs every error and returns None.
+    def get(self, key: CacheEngineKey, view: memoryview, seconds: float) -> LaneReply:
+        until = time.monotonic() + seconds
         path = self.connector()._get_file_path(key)
-        try:
-            with open(path, "rb"):
+        while True:
+            before = _file_version(path)
+            if before is None:
+                return LaneReply("missing")
+            reply = super().get(key, view, max(until - time.monotonic(), 0.0))
+            if reply.outcome != "missing":
+                return reply
+            # The connector logs every error and returns None.
+            after = _file_version(path)
+            if after == before:
                 return LaneReply("corrupt", text=f"{path} is truncated or damaged")
-        except FileNotFoundError:
-            return LaneReply("missing")
+            if after is None or time.monotonic() > until:
+                return LaneReply("missing")
+            # Another thread or process replaced the file while it was read.
 
     def delete(self, key: CacheEngineKey, seconds: float) -> LaneReply:
         path = self.connector()._get_file_path(key)
@@ -333,6 +342,16 @@ class DirectoryBackend(StorageBackend):
             ref = parse_name(name)
             if ref is not None:
                 yield ref, status.st_size
+
+
+def _file_version(path: Path) -> tuple[int, int, int] | None:
+    """What differs between two files that had the same name; None if there is none. Raises
+    ``OSError``."""
+    try:
+        status = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 BACKENDS: dict[str, type[StorageBackend]] = {

@@ -62,7 +62,8 @@ def bucket_of(namespace: str, key: bytes) -> int:
 
 class Stock:
     """What the back end holds. ``call`` makes a request with a payload; ``read`` one whose reply
-    has content; both raise ``TierError``. ``refresh_seconds``: between comparisons."""
+    has content; both raise ``TierError``. ``refresh_seconds``: between comparisons. ``announcing``:
+    held from a change of the index to its announcement."""
 
     def __init__(
         self,
@@ -71,6 +72,7 @@ class Stock:
         read: Read,
         on_change: OnChange,
         refresh_seconds: float = REFRESH_SECONDS,
+        announcing: threading.Lock | None = None,
     ) -> None:
         self._index = index
         self._call = call
@@ -78,6 +80,7 @@ class Stock:
         self._on_change = on_change
         self._refresh_seconds = refresh_seconds
         self._refresh_at = 0.0
+        self._announcing = announcing or threading.Lock()
         self._lock = threading.Lock()
         self._dirty: set[int] = set()
         self._removed: dict[int, set[ObjectRef]] = {}
@@ -169,11 +172,8 @@ class Stock:
     def _compare(self) -> None:
         self._index.begin_scan()
         for ref, size in self._list():
-            charged = aligned(size + OVERHEAD_BYTES)
-            if not self._index.mark_seen(ref.namespace, ref.key) and self._index.add_discovered(
-                ref.namespace, ref.key, charged
-            ):
-                self._on_change(ref.namespace, ref.key, True)
+            if not self._index.mark_seen(ref.namespace, ref.key):
+                self._discover(ref, aligned(size + OVERHEAD_BYTES))
         self._index.end_scan()
         for namespace, key in self._index.not_seen():
             self._drop(ObjectRef(namespace, key))
@@ -191,9 +191,15 @@ class Stock:
             if not reply.more:
                 return
 
+    def _discover(self, ref: ObjectRef, charged: int) -> None:
+        with self._announcing:
+            if self._index.add_discovered(ref.namespace, ref.key, charged):
+                self._on_change(ref.namespace, ref.key, True)
+
     def _drop(self, ref: ObjectRef) -> None:
-        if self._index.remove(ref.namespace, ref.key):
-            self._on_change(ref.namespace, ref.key, False)
+        with self._announcing:
+            if self._index.remove(ref.namespace, ref.key):
+                self._on_change(ref.namespace, ref.key, False)
 
     # Back ends without lists.
 
@@ -229,8 +235,8 @@ class Stock:
             self._written.add(bucket)
             removed = set(self._removed.get(bucket, ()))
         for ref, charged in found:
-            if ref not in removed and self._index.add_discovered(ref.namespace, ref.key, charged):
-                self._on_change(ref.namespace, ref.key, True)
+            if ref not in removed:
+                self._discover(ref, charged)
 
     def _save_bucket(self, bucket: int) -> None:
         found = self._load_bucket(bucket)

@@ -115,14 +115,19 @@ class LMCacheTier(Tier):
         self._stopping = False
         self._on_change: OnChange = _ignore
         self._index = Index(limits.capacity_bytes, max_objects, self._displaced)
+        self._announcing = threading.Lock()
+        """Guards ``_stored``, and keeps announcements in the order of the index's changes."""
         self._stock = Stock(
             self._index,
             self._call,
             self._fetch,
             lambda *change: self._on_change(*change),
             refresh_seconds,
+            self._announcing,
         )
         self._locks = [threading.Lock() for _ in range(_LOCKS)]
+        self._stored = [0] * _LOCKS
+        """How often an object was stored, by the same stripes as the locks."""
         self._evicting = threading.Lock()
 
     @property
@@ -214,13 +219,15 @@ class LMCacheTier(Tier):
         seconds = self._limits.load_timeout_seconds
         if len(ref.key) > MAX_KEY_BYTES:
             raise TierMissError(f"keys of {len(ref.key)} bytes are not stored")
+        stored = self._stored[_stripe(ref)]
         try:
             meta = self._read(ref, into, seconds)
-        except TierCorruptError:
-            self._discard(ref)
+        except TierCorruptError as error:
+            if not self._discard(ref, stored):
+                raise TierMissError(f"stored again while it was read: {error}") from error
             raise
         except TierMissError:
-            self._forget(ref)
+            self._forget(ref, stored)
             raise
         self._backoff.succeeded()
         self._index.touch(ref.namespace, ref.key)
@@ -268,9 +275,11 @@ class LMCacheTier(Tier):
                 self._index.release(charged)
                 self._stock.uncertain(ref)
                 raise
-            if self._index.publish(ref.namespace, ref.key, charged, meta.previous):
-                self._on_change(ref.namespace, ref.key, True)
-            self._stock.added(ref)
+            with self._announcing:
+                self._stored[_stripe(ref)] += 1
+                if self._index.publish(ref.namespace, ref.key, charged, meta.previous):
+                    self._on_change(ref.namespace, ref.key, True)
+                self._stock.added(ref)
         self._backoff.succeeded()
 
     def _write(self, ref: ObjectRef, payload: memoryview, meta: ObjectMeta) -> None:
@@ -397,25 +406,35 @@ class LMCacheTier(Tier):
 
     def _exclusive(self, ref: ObjectRef) -> _Exclusive:
         """Writes and deletes of one object exclude each other: LMCache's connectors assume it."""
-        return _Exclusive(self._locks[hash(ref) % _LOCKS])
+        return _Exclusive(self._locks[_stripe(ref)])
 
     def _publish(self, ref: ObjectRef, charged: int) -> None:
-        if self._index.add(ref.namespace, ref.key, charged):
-            self._on_change(ref.namespace, ref.key, True)
+        with self._announcing:
+            if self._index.add(ref.namespace, ref.key, charged):
+                self._on_change(ref.namespace, ref.key, True)
 
-    def _discard(self, ref: ObjectRef) -> None:
-        """Removes a corrupt object. If the back end does not respond, only from the index."""
+    def _discard(self, ref: ObjectRef, stored: int) -> bool:
+        """Removes a corrupt object. If the back end does not respond, only from the index. False:
+        it was stored again since ``stored`` was taken, and stays."""
         try:
             with self._exclusive(ref):
+                if self._stored[_stripe(ref)] != stored:
+                    return False
                 self._delete(ref, "write")
         except (TierUnavailableError, TierNoSpaceError) as error:
             _log.warning("%s: cannot remove a corrupt object: %s", self.name, error)
-            self._forget(ref)
+            return self._forget(ref, stored)
+        return True
 
-    def _forget(self, ref: ObjectRef) -> None:
-        self._stock.removed(ref)
-        if self._index.remove(ref.namespace, ref.key):
-            self._on_change(ref.namespace, ref.key, False)
+    def _forget(self, ref: ObjectRef, stored: int | None = None) -> bool:
+        """The object is gone. False: it was stored again since ``stored`` was taken."""
+        with self._announcing:
+            if stored is not None and self._stored[_stripe(ref)] != stored:
+                return False
+            self._stock.removed(ref)
+            if self._index.remove(ref.namespace, ref.key):
+                self._on_change(ref.namespace, ref.key, False)
+        return True
 
     def _displaced(self, namespace: str, key: bytes) -> None:
         self._on_change(namespace, key, False)
@@ -433,6 +452,10 @@ class _Exclusive:
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()
+
+
+def _stripe(ref: ObjectRef) -> int:
+    return hash(ref) % _LOCKS
 
 
 def _request(

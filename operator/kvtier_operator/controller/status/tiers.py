@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from kvtier_operator.api.file_tier import Sharing
 from kvtier_operator.api.policy import KVTierPolicy
 from kvtier_operator.api.status import TierState, TierStatus
-from kvtier_operator.api.tiers import Sharing, TierSpec
+from kvtier_operator.api.tiers import TierSpec
 from kvtier_operator.controller.pods.pod_view import PodView
 from kvtier_operator.controller.pods.reports import MAX_NUMBER, TierReport
 

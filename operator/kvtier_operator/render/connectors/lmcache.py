@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+from kvtier_operator.api.file_tier import Sharing
 from kvtier_operator.api.policy import PolicySpec
-from kvtier_operator.api.tiers import Sharing, TierSpec
+from kvtier_operator.api.tiers import TierSpec
 from kvtier_operator.api.validation import FieldError
 from kvtier_operator.render.connectors.base import (
     ANY,
