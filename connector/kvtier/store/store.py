@@ -38,7 +38,7 @@ from kvtier.store.secondary_tier import SecondaryTiers
 from kvtier.store.selection import LoadPlanner
 from kvtier.store.slot_pool import SlotPool
 from kvtier.store.state import Entry
-from kvtier.store.tier_group import StoreTierState
+from kvtier.store.tier_group import StoreTierState, TenantReport
 from kvtier.store.tier_reads import TierReads
 from kvtier.store.transfers import Reservations, StoreLoads
 from kvtier.store.types import (
@@ -448,5 +448,6 @@ class TierStore:
             capacity_bytes=accounts.pool_bytes,
             objects=len(self._resident),
             pending_store_bytes=self._checksummer.pending_bytes,
+            tenants=TenantReport.of(self.tenants(), self._resident.accounts.limit_bytes),
         )
         return [memory] + [group.report() for group in self._tiers.groups]
