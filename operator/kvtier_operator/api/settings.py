@@ -117,7 +117,7 @@ class Tenants(Model):
         LIVE,
         Field(
             description=(
-                "What makes requests belong to one tenant. CacheSalt: the same cache_salt; requests "
+                "What makes requests belong to one tenant. CacheSalt: the same cache_salt; those "
                 "without one belong to none. Policy: all requests of the policy's pods are one "
                 "tenant of the directories that they share with others."
             )

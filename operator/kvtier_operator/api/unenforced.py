@@ -51,8 +51,8 @@ def not_enforced(policy: KVTierPolicy, may_restart: bool) -> list[str]:
     found = [NO_RESTARTS] if restarts and not may_restart else []
     if policy.spec.tenants.max_percent < 100:
         found += [
-            f"spec.tenants.maxPercent: has no effect on tier {tier.name}: KVTier does not evict from "
-            "an lmcache tier by tenant"
+            f"spec.tenants.maxPercent: has no effect on tier {tier.name}: KVTier does not evict "
+            "from an lmcache tier by tenant"
             for tier in policy.spec.tiers
             if tier.lmcache is not None
         ]
