@@ -9,7 +9,7 @@ from __future__ import annotations
 from kvtier.hashing import blake3_digest, derived_key, keyed_digest
 
 TENANT_BYTES = 8
-NOBODY = b""
+NO_TENANT = b""
 """The tenant of objects that belong to none."""
 OTHERS = b"\xff" * TENANT_BYTES
 """The account that tenants beyond ``MAX_TENANTS`` share."""
@@ -25,12 +25,12 @@ def tenant_id(name: str, kind: str, isolation_salt: str = "") -> bytes:
     key = derived_key(blake3_digest(isolation_salt.encode()), _CONTEXT)
     digest = keyed_digest(key, f"{kind}\0".encode(), name.encode("utf-8", "surrogatepass"))
     found = digest[:TENANT_BYTES]
-    # No tenant can be taken for nobody, or for the shared account.
+    # No tenant can be taken for none, or for the shared account.
     return found if found not in (OTHERS, bytes(TENANT_BYTES)) else b"\1" * TENANT_BYTES
 
 
 def is_tenant(value: object) -> bool:
-    """Whether a value can be a tenant, or nobody."""
+    """Whether a value can be a tenant, or none."""
     if not isinstance(value, bytes) or value == OTHERS:
         return False
     return not value or (len(value) == TENANT_BYTES and any(value))
@@ -39,8 +39,8 @@ def is_tenant(value: object) -> bool:
 class TenantAccounts:
     """What each tenant holds in one tier. Not thread-safe.
 
-    ``held``: bytes of each tenant that holds something, without ``NOBODY``. ``over``: tenants that
-    hold more than their share, in the order in which that happened.
+    ``held``: bytes of each tenant that holds something, without ``NO_TENANT``. ``over``: tenants
+    that hold more than their share, in the order in which that happened.
     """
 
     def __init__(self) -> None:

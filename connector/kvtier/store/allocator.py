@@ -132,7 +132,7 @@ class SlotAllocator:
         self.busy = left <= 0
 
     def expire(self, entry: Entry) -> None:
-        """Removes an object that nobody uses and whose time has passed."""
+        """Removes an object that nothing uses and whose time has passed."""
         self._announce([entry])
 
     # Distribution.

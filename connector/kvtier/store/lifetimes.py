@@ -30,7 +30,7 @@ MAX_OUTDATED = 1_024
 
 
 class Lifetimes:
-    """The wishes that hold for objects in RAM. ``expire(entry)`` removes an object that nobody
+    """The wishes that hold for objects in RAM. ``expire(entry)`` removes an object that nothing
     uses."""
 
     def __init__(self, context: StoreContext, resident: ResidentObjects, pool_bytes: int) -> None:
@@ -43,7 +43,7 @@ class Lifetimes:
         self._timer: Timer | None = None
         self._expire: Callable[[Entry], None] = self._ignore
         self.pinned_by: dict[bytes, int] = {}
-        """Pinned bytes of each tenant, of nobody included."""
+        """Pinned bytes of each tenant, without a tenant included."""
         resident.on_removed(self._removed)
 
     @staticmethod

@@ -28,7 +28,7 @@ def _nowhere(_identity: object) -> bool:
     return False
 
 
-def _nobody(_item: object) -> bytes:
+def _no_tenant(_item: object) -> bytes:
     return b""
 
 
@@ -101,7 +101,7 @@ class LruPolicy(Generic[ItemT, IdentityT]):
     ``previous`` returns the identity of the object before it, None if there is none or it is not
     known. ``elsewhere`` tells whether that object can be had from another tier; if it cannot, and
     is not resident, the object is evicted before others. ``tenant`` returns whom it belongs to,
-    empty if nobody.
+    empty if to no tenant.
 
     While every leaf is in use, the victim is an object that only objects in use follow.
     """
@@ -111,7 +111,7 @@ class LruPolicy(Generic[ItemT, IdentityT]):
         identify: Callable[[ItemT], IdentityT],
         previous: Callable[[ItemT], IdentityT | None],
         elsewhere: Callable[[IdentityT], bool] = _nowhere,
-        tenant: Callable[[ItemT], bytes] = _nobody,
+        tenant: Callable[[ItemT], bytes] = _no_tenant,
     ) -> None:
         self._identify = identify
         self._previous = previous
@@ -268,7 +268,7 @@ class ArcPolicy(LruPolicy[ItemT, IdentityT]):
         identify: Callable[[ItemT], IdentityT],
         previous: Callable[[ItemT], IdentityT | None],
         elsewhere: Callable[[IdentityT], bool] = _nowhere,
-        tenant: Callable[[ItemT], bytes] = _nobody,
+        tenant: Callable[[ItemT], bytes] = _no_tenant,
     ) -> None:
         super().__init__(identify, previous, elsewhere, tenant)
         self._is_often: dict[IdentityT, bool] = {}
@@ -379,7 +379,7 @@ class ResidentObjects:
         return self._entries.get((namespace, key))
 
     def is_expired(self, entry: Entry) -> bool:
-        """Whether the object must not be used any more."""
+        """Whether the object must no longer be used."""
         return 0 < entry.expires_at <= self._context.wall()
 
     def orders(self) -> Iterable[tuple[int, EvictionOrder[Entry]]]:

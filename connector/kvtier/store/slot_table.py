@@ -96,7 +96,7 @@ class SlotRecord:
     """One object with checksums. ``segment_start`` and ``segment_slots``: the segment of its slot.
     ``digest``: ``object_digest``. ``sequence`` increases with every record. ``previous``:
     ``key_mark`` of the object before it in its prefix; empty if there is none or it is not known.
-    ``tenant``: empty if it belongs to nobody. ``expires_at``: seconds since the epoch, 0: never.
+    ``tenant``: empty if it belongs to no tenant. ``expires_at``: seconds since the epoch, 0: never.
     """
 
     namespace: str

@@ -95,10 +95,10 @@ class EngineInfo:
 class Owner(msgspec.Struct, frozen=True, array_like=True):
     """Whom the objects of a request belong to, and what it asks for them; part of messages.
 
-    ``tenant``: its digest (``kvtier.tenants``), empty if it belongs to nobody. ``retain_seconds``:
-    for how long the objects are evicted after others. ``pin``: they stay in RAM for as long as they
-    live, or for an hour. ``ttl_seconds``: how long what the request stores is used; 0: no limit.
-    ``tiers``: bits of the only secondary tiers that they are written to; 0: all.
+    ``tenant``: its digest (``kvtier.tenants``), empty without one. ``retain_seconds``: for how long
+    the objects are evicted after others. ``pin``: they stay in RAM for as long as they live, or for
+    an hour. ``ttl_seconds``: how long what the request stores is used; 0: no limit. ``tiers``: bits
+    of the only secondary tiers that they are written to; 0: all.
     """
 
     tenant: bytes = b""

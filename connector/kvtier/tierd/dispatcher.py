@@ -234,7 +234,7 @@ class Dispatcher:
             self._counters.add("protocol_violations", "", f"scheduler_{type(message).__name__}")
 
     def _owner(self, owner: Owner) -> Owner:
-        """The owner that a message names. One that cannot be is nobody."""
+        """The owner that a message names. One that cannot be is none."""
         found = checked_owner(owner)
         if found is None:
             self._counters.add("protocol_violations", "", "owner")

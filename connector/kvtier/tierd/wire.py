@@ -104,7 +104,7 @@ class Reserve(Message, frozen=True, kw_only=True):
     back once every writer has delivered or aborted.
 
     ``owners``: (items, owner): so many items, in order, are of a request of this owner; those that
-    follow belong to nobody.
+    follow belong to no tenant.
     """
 
     items: tuple[tuple[int, int, bytes, int, bytes], ...]

@@ -51,8 +51,8 @@ class ObjectMeta:
     the sum of the aligned sizes before it. ``checksums[i]`` covers those bytes without padding.
     ``previous``: key of the object that precedes this one in its prefix, for the order of eviction;
     empty if it is the first or that is not known. A tier need not store it. ``tenant``: whom it
-    belongs to (``kvtier.tenants``), empty if nobody. ``expires_at``: when it must not be used any
-    more, in seconds since the epoch; 0: never. Only tiers that ``expires`` store that.
+    belongs to (``kvtier.tenants``), empty if to no tenant. ``expires_at``: when it must no longer
+    be used, in seconds since the epoch; 0: never. Only tiers that ``expires`` store that.
     """
 
     shard_bytes: tuple[int, ...]
@@ -69,8 +69,8 @@ class ObjectMeta:
 
 
 class ObjectFacts(NamedTuple):
-    """What the header of an object says beyond its content: whom it belongs to, empty if nobody,
-    and when it expires, in seconds since the epoch, 0: never."""
+    """What the header of an object says beyond its content: whom it belongs to, empty if to no
+    tenant, and when it expires, in seconds since the epoch, 0: never."""
 
     tenant: bytes = b""
     expires_at: int = 0

@@ -1,4 +1,4 @@
-"""What a tenant holds in RAM is bounded, and costs nobody else."""
+"""What a tenant holds in RAM is bounded, and costs no other tenant."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_of_a_prompt_larger_than_the_share_the_beginning_stays_and_the_rest_is_r
     assert counted(fixture, "stores_cancelled", "no_predecessor") == 3
 
 
-def test_objects_of_nobody_have_no_share() -> None:
+def test_objects_without_a_tenant_have_no_share() -> None:
     fixture = store_with_shares(5)
     fixture.put_prompt(*range(14))
     assert in_ram(fixture, *range(14)) == list(range(14))

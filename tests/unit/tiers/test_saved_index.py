@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.tiers.test_file_tier import make, object_bytes, path_of
 
@@ -245,6 +245,7 @@ def test_with_keys_only_an_index_made_with_one_of_them_is_used(tmp_path: Path) -
         saved_index.read(keyed, NAMESPACE, KEYS, len(PROMPT) - 1)
 
 
+@settings(deadline=None)
 @given(
     objects=st.lists(
         st.tuples(st.binary(min_size=1, max_size=64), st.integers(1, 1 << 30), st.booleans()),

@@ -12,7 +12,7 @@ from typing import Any
 from kvtier.config.models import Honour, Live, Structural, TenantKind
 from kvtier.engines.common.hints import NO_HINTS, RequestHints
 from kvtier.store.types import MEMORY_BIT, NO_OWNER, Owner
-from kvtier.tenants import NOBODY, tenant_id
+from kvtier.tenants import NO_TENANT, tenant_id
 
 MAX_KNOWN = 1_024
 """Salts whose digests are remembered."""
@@ -31,12 +31,12 @@ class Owners:
         return tenant_id(name, kind.value, self._isolation_salt)
 
     def tenant(self, request: Any, kind: TenantKind) -> bytes:
-        """The tenant of a request. One without ``cache_salt`` belongs to nobody."""
+        """The tenant of a request. One without ``cache_salt`` belongs to no tenant."""
         if kind is TenantKind.POLICY:
             return self._policy
         salt = getattr(request, "cache_salt", None)
         if not isinstance(salt, str) or not salt:
-            return NOBODY
+            return NO_TENANT
         found = self._known.get(salt)
         if found is None:
             found = self._known[salt] = self._digest(salt, TenantKind.CACHE_SALT)

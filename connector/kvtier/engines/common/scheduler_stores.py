@@ -405,7 +405,7 @@ class SchedulerStores:
                 self._session.send(Keep(keys=tuple(keys), owner=owner))
 
     def _owners_of(self, stores: Sequence[OpenStore]) -> tuple[tuple[int, Owner], ...]:
-        """How many stores in a row are of which owner; empty if all are nobody's."""
+        """How many stores in a row are of which owner; empty if all have no tenant and no wish."""
         runs = [
             (len(list(run)), owner)
             for owner, run in groupby(self._session.owner(store.state) for store in stores)

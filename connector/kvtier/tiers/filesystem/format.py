@@ -15,7 +15,7 @@
        144    32  id of the key of the tag, ASCII, zeros behind it; zeros without a tag
        176    32  encrypted: salt of the object's key, else zeros
        208    12  encrypted: nonce, else zeros
-       220     8  tenant (kvtier/tenants.py), zeros if it belongs to nobody
+       220     8  tenant (kvtier/tenants.py), zeros if it belongs to no tenant
        228     8  when it expires, in seconds since the epoch; 0: never
        236    20  zeros
        256  40*n  per shard: exact size (8), checksum over exactly these bytes (16), zeros (16)
@@ -45,7 +45,7 @@ from kvtier.errors import (
     TierUntrustedError,
     TierUnverifiableError,
 )
-from kvtier.tenants import NOBODY
+from kvtier.tenants import NO_TENANT
 from kvtier.tiers.base import ObjectFacts, ObjectMeta, ObjectRef, aligned
 from kvtier.tiers.checksum import DIGEST_BYTES, Blake3, Checksum, Xxh3, by_kind
 
@@ -185,7 +185,7 @@ def facts_of(header: bytes | memoryview) -> ObjectFacts | None:
 
 def _facts_of(header: bytes | memoryview) -> ObjectFacts:
     tenant, expires_at = _FACTS.unpack_from(header, _FACTS_AT)
-    return ObjectFacts(tenant if any(tenant) else NOBODY, expires_at)
+    return ObjectFacts(tenant if any(tenant) else NO_TENANT, expires_at)
 
 
 def set_seal(header: memoryview, encrypted: bool, seal: SealFields) -> None:

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from kvtier.key_table import KeyTable
 from kvtier.prefix_order import KINDS, NONE, PrefixOrder
-from kvtier.tenants import NOBODY, TenantAccounts
+from kvtier.tenants import NO_TENANT, TenantAccounts
 from kvtier.tiers.base import ALIGNMENT_BYTES, NO_FACTS, ObjectFacts, TierUsage
 
 _MAX_UNITS = (1 << 24) - 1
@@ -110,7 +110,7 @@ class Index:
         self._accounts = TenantAccounts()
         """Of objects, and of files that are being written."""
         self._groups: dict[bytes, int] = {}
-        self._tenants: dict[int, bytes] = {0: NOBODY}
+        self._tenants: dict[int, bytes] = {0: NO_TENANT}
         """The account of each group of the order."""
         self._file_used_at = array("d")
         """By node: when the file was used last, as the scan at the start found it. Empty later."""

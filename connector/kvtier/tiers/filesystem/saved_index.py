@@ -30,7 +30,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from kvtier.hashing import derived_key
-from kvtier.tenants import NOBODY
+from kvtier.tenants import NO_TENANT
 from kvtier.tiers.base import ALIGNMENT_BYTES, NO_FACTS, ObjectFacts
 from kvtier.tiers.filesystem.format import MAX_KEY_BYTES
 from kvtier.tiers.filesystem.index import Index, SavedObject
@@ -85,7 +85,7 @@ class SavedIndex:
         if not flags & _HAS_FACTS:
             return NO_FACTS if flags & _KNOWN else None
         tenant, expires_at = _FACTS.unpack_from(self.data, at)
-        return ObjectFacts(tenant if any(tenant) else NOBODY, expires_at)
+        return ObjectFacts(tenant if any(tenant) else NO_TENANT, expires_at)
 
     def _key_at(self, place: int) -> bytes:
         start = place + _OBJECT.size

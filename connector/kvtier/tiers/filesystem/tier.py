@@ -544,7 +544,7 @@ class FileSystemTier(Tier):
     # Helpers.
 
     def _drop_unread(self, namespace: str, key: bytes) -> None:
-        """Removes the file of an object that is not needed any more."""
+        """Removes the file of an object that is no longer needed."""
         self.delete(ObjectRef(namespace, key))
 
     def _changed(self, namespace: str, key: bytes, present: bool) -> None:
