@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import yaml
 
-from kvtier.engines.atom.layout import allow_block_zero, byte_layout, rows_of
+from kvtier.engines.atom.layout import byte_layout, rows_of
 from kvtier.engines.common.jobs import BlockRun
 from kvtier.engines.lmcache.block_copier import BlockCopier
 from kvtier.engines.lmcache.transfers import LoadTransfer, StoreTransfer
@@ -104,7 +104,7 @@ def config_file(directory: Path, options: Mapping[str, Any]) -> Path:
 def copier_for(tensors: Mapping[object, object]) -> BlockCopier:
     """A copier between these tensors and host memory."""
     layout = byte_layout(tensors, BLOCKS, TOKENS, CHUNK)
-    engine = allow_block_zero(make_engine(layout.tensors, layout.codec))
+    engine = make_engine(layout.tensors, layout.codec)
     return BlockCopier(engine, pageable_scratch)
 
 

@@ -18,9 +18,9 @@ from kvtier.engines.atom.cache_engine_scheduler import CacheEngineScheduler
 from kvtier.engines.atom.cache_engine_worker import CacheEngineWorker, identity_digest
 from kvtier.engines.atom.lookup_connection import LookupConnection
 from kvtier.engines.atom.metadata import AtomStepMetadata
+from kvtier.engines.atom.rank import RankIdentity
 from kvtier.engines.atom.scheduler import AtomLimits
 from kvtier.engines.atom.types import KVConnectorOutput
-from kvtier.engines.atom.worker import RankIdentity
 from kvtier.engines.common.model_identity import EngineIdentity
 from kvtier.engines.common.tierd_session import TierdSession
 from kvtier.lookup.client import greeting

@@ -93,7 +93,9 @@ class _Engine:
     def pass_over(self, wanted: list[list[int]]) -> dict[str, Any]:
         """Runs every prompt with an empty GPU cache."""
         found = []
-        loads = self.scheduler.loads if self.driver.scheduler.connector is not None else None
+        loads = (
+            self.scheduler.loads.in_flight if self.driver.scheduler.connector is not None else None
+        )
         before = dict(loads.loaded_tokens) if loads is not None else {}
         for tokens in wanted:
             if not self.driver.reset_prefix_cache():
@@ -155,7 +157,7 @@ def run(name: str, directory: Path) -> dict[str, Any]:
     first.wait("not stored", first.stored)
     result["ram"] = first.pass_over(wanted)
     result["groups"] = [str(group) for group in first.scheduler._planner.groups]
-    result["failures"] = dict(first.scheduler.loads.counts.failures)
+    result["failures"] = dict(first.scheduler.loads.in_flight.counts.failures)
     result["dropped"] = dict(first.scheduler.stores.dropped)
     result["objects"] = len(first.scheduler.session.replica)
     first.close()
@@ -163,7 +165,7 @@ def run(name: str, directory: Path) -> dict[str, Any]:
     second.wait("not attached after the restart", second.attached)
     second.wait("files not found", lambda: len(replica_of(second)) >= result["objects"])
     result["restarted"] = second.pass_over(wanted)
-    result["failures_restarted"] = dict(second.scheduler.loads.counts.failures)
+    result["failures_restarted"] = dict(second.scheduler.loads.in_flight.counts.failures)
     second.close()
     return result
 

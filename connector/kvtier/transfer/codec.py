@@ -146,12 +146,14 @@ class Codec:
 
     ``word_bytes``: the largest power of two up to 8 that divides every offset, stride and length.
     ``text``: everything that decides what a byte of an object means, as canonical JSON.
+    ``first_block``: the lowest block that holds KV. vLLM's block 0 never does.
     """
 
     groups: tuple[GroupLayout, ...]
     num_blocks: int
     word_bytes: int
     text: str
+    first_block: int = 1
 
     @property
     def shard_bytes(self) -> tuple[int, ...]:

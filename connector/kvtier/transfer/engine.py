@@ -142,8 +142,9 @@ class CopyEngine(ABC):
             end = copy.first + len(copy.blocks)
             size = group.blocks_per_chunk
             return f"blocks {copy.first} to {end} are not within a chunk of {size} blocks"
-        if min(copy.blocks) < 1 or max(copy.blocks) >= self._codec.num_blocks:
-            return f"a block id is outside 1..{self._codec.num_blocks - 1}"
+        first, count = self._codec.first_block, self._codec.num_blocks
+        if min(copy.blocks) < first or max(copy.blocks) >= count:
+            return f"a block id is outside {first}..{count - 1}"
         if len(set(copy.blocks)) != len(copy.blocks):
             return "a block id occurs twice"
         if copy.shard < 0 or copy.shard + group.shard_bytes > self._pool.nbytes:
@@ -165,7 +166,7 @@ class CopyEngine(ABC):
                 len(blocks)
                 and all(c.blocks and c.first >= 0 for c in copies)
                 and all(c.first + len(c.blocks) <= group.blocks_per_chunk for c in copies)
-                and blocks.min() >= 1
+                and blocks.min() >= self._codec.first_block
                 and blocks.max() < self._codec.num_blocks
                 and len(np.unique(blocks)) == len(blocks)
                 and min(shards) >= 0

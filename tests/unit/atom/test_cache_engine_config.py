@@ -17,8 +17,8 @@ from kvtier.engines.atom.cache_engine_config import CacheEngineOptions, check_ch
 from kvtier.engines.atom.cache_engine_worker import CacheEngineWorker
 from kvtier.engines.atom.connector import KVTierCacheEngineConnector, KVTierCacheEngineScheduler
 from kvtier.engines.atom.metadata import AtomSave, AtomStepMetadata
+from kvtier.engines.atom.rank import RankIdentity
 from kvtier.engines.atom.types import SaveOperationId
-from kvtier.engines.atom.worker import RankIdentity
 from kvtier.engines.common.jobs import BlockRun, StoreJob
 from kvtier.engines.common.model_identity import EngineIdentity
 from kvtier.engines.lmcache.config import read_file, require_lmcache

@@ -12,32 +12,21 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.cache_engine import BLOCKS, CHUNK, TOKENS, CacheTensor
 from tests.support.stub_tierd import FIRST_GENERATION, StubTierd
 
 from kvtier.config.models import Daemon
-from kvtier.engines.atom.layout import allow_block_zero, byte_layout, rows_of
+from kvtier.engines.atom.layout import byte_layout, rows_of
 from kvtier.engines.atom.metadata import AtomCancel, AtomLoad, AtomSave, AtomStepMetadata
+from kvtier.engines.atom.rank import RankIdentity
 from kvtier.engines.atom.types import KVConnectorOutput, LoadOperationId, SaveOperationId
-from kvtier.engines.atom.worker import AtomWorker, RankIdentity
+from kvtier.engines.atom.worker import AtomWorker
 from kvtier.engines.common.jobs import BlockRun, LoadJob, StoreJob
 from kvtier.tierd.wire import Deliver
 from kvtier.transfer.codec import CodecError
 from kvtier.transfer.cpu import CpuCopyEngine
 from kvtier.transfer.engine import Copy
 from kvtier.transfer.startup_check import pageable_scratch
-
-BLOCKS, TOKENS, CHUNK = 12, 4, 8
-
-
-@dataclass
-class CacheTensor:
-    """As ATOM's: keys and values packed for its kernels, scales of a quantized cache."""
-
-    k_cache: torch.Tensor
-    v_cache: torch.Tensor
-    k_scale: torch.Tensor | None = None
-    v_scale: torch.Tensor | None = None
-    index_cache: torch.Tensor | None = None
 
 
 def caches(latent: bool = False) -> dict[int, CacheTensor]:
@@ -201,12 +190,15 @@ def test_rows_must_divide_the_tensor() -> None:
 
 def test_only_block_zero_is_added_to_what_the_address_check_accepts() -> None:
     layout = byte_layout(dict(caches()), BLOCKS, TOKENS, CHUNK)
-    engine = allow_block_zero(CpuCopyEngine(layout.tensors, layout.codec))
+    engine = CpuCopyEngine(layout.tensors, layout.codec)
     engine.attach(pageable_scratch(layout.codec.shard_bytes[0]))
-    assert engine.check(Copy(0, 0, 0, (0, 3))) == ""
+    valid = Copy(0, 0, 0, (0, 3))
+    assert engine.check(valid) == ""
+    assert engine.first_invalid([valid]) is None
     assert "twice" in engine.check(Copy(0, 0, 0, (0, 0)))
     assert "outside" in engine.check(Copy(0, 0, 0, (0, BLOCKS)))
-    assert "outside" in engine.check(Copy(0, 0, 0, (-1, 0)))
+    assert "outside 0..11" in engine.check(Copy(0, 0, 0, (-1, 0)))
+    assert engine.first_invalid([valid, Copy(0, 0, 0, (-1, 4))]) is not None
     assert "within a chunk" in engine.check(Copy(0, 0, 1, (0, 1)))
 
 

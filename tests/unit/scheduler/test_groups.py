@@ -281,7 +281,7 @@ def test_a_load_moves_only_what_the_prefix_needs(testbed: GroupsTestbed) -> None
     wanted = [*((FULL, each) for each in hashes), (WINDOW, hashes[3]), (STATE, hashes[3])]
     assert list(message.keys) == wanted
     testbed.report(loads=[testbed.result(job.load, len(job.runs))])
-    assert testbed.scheduler.loads.loaded_tokens == {0: 4 * CHUNK}
+    assert testbed.scheduler.loads.in_flight.loaded_tokens == {0: 4 * CHUNK}
 
 
 @pytest.mark.parametrize(("chunks", "again"), [(7, 3), (4, 1), (2, 0)])
@@ -290,8 +290,8 @@ def test_after_a_failed_load_less_than_half_is_offered_once(
 ) -> None:
     request, job = _load(testbed, chunks)
     testbed.report(loads=[testbed.result(job.load, len(job.runs) - 1, reason="gone")])
-    assert testbed.scheduler.loads.loaded_tokens == {}
-    assert testbed.scheduler.loads.counts.failures == {"gone": 1}
+    assert testbed.scheduler.loads.in_flight.loaded_tokens == {}
+    assert testbed.scheduler.loads.in_flight.counts.failures == {"gone": 1}
     assert testbed.ask(request) == again * CHUNK
     if not again:
         return
@@ -315,7 +315,7 @@ def test_nothing_is_copied_to_blocks_that_the_engine_has_not_allocated(
     (job,) = testbed.compute(request, 0, tables).loads
     assert job.slots == ()
     testbed.report(loads=[testbed.result(job.load, 0, reason="gone")])
-    assert testbed.scheduler.loads.counts.failures == {"block_table": 1}
+    assert testbed.scheduler.loads.in_flight.counts.failures == {"block_table": 1}
 
 
 def _promoted(testbed: GroupsTestbed, usable: int) -> tuple[FakeRequest, Promote]:
@@ -346,7 +346,7 @@ def test_a_promotion_brings_what_the_prefix_needs_from_files(testbed: GroupsTest
     (job,) = testbed.compute(request, 0, tables).loads
     assert job.slots == tuple(number * SLOT_BYTES for number in range(6))
     testbed.report(loads=[testbed.result(job.load, 6)])
-    assert testbed.scheduler.loads.loaded_tokens == {1: 4 * CHUNK}
+    assert testbed.scheduler.loads.in_flight.loaded_tokens == {1: 4 * CHUNK}
 
 
 def test_a_promotion_that_brings_a_part_only_is_cancelled_and_ram_is_used(

@@ -47,8 +47,8 @@ def test_a_prompt_is_reloaded_in_every_layout(layout: str, ranks: int, directory
     world.add("second", [*tokens, 7, 8], 5)
     world.drain()
     assert world.finished == {"first", "second"}
-    assert sum(world.kvtier.loads.loaded_tokens.values()) >= 4 * CHUNK
-    assert not world.kvtier.loads.counts.failures
+    assert sum(world.kvtier.loads.in_flight.loaded_tokens.values()) >= 4 * CHUNK
+    assert not world.kvtier.loads.in_flight.counts.failures
     assert world.connector._off_reason == ""
 
 
@@ -129,7 +129,7 @@ def test_random_schedules_read_no_wrong_byte_and_forget_and_leak_nothing(
             world = run_schedule(seed, directory)
         except Exception as error:
             raise AssertionError(f"schedule {seed}: {type(error).__name__}: {error}") from error
-        loaded += sum(world.kvtier.loads.loaded_tokens.values())
+        loaded += sum(world.kvtier.loads.in_flight.loaded_tokens.values())
     assert loaded > 10 * CHUNK
 
 

@@ -23,7 +23,7 @@ def _loading(
 def test_tokens_count_as_loaded_when_the_load_is_complete(testbed: SchedulerTestbed) -> None:
     request = testbed.request(4 * CHUNK + 44)
     job = testbed.promoted_load(request, (0, 0, 1, 2), computed=32)
-    counts = testbed.scheduler.loads.counts
+    counts = testbed.scheduler.loads.in_flight.counts
     assert counts.offered_tokens == 4 * CHUNK - 32
     assert not counts.loaded_tokens
     testbed.report(loads=[testbed.result(job.load, 4)])
@@ -37,9 +37,9 @@ def test_a_load_is_released_when_the_copies_of_every_rank_have_ended() -> None:
     request, job = _loading(testbed)
     early = replace(testbed.result(job.load, 4), copying=True)
     testbed.report(loads=[early])
-    assert not testbed.scheduler.loads.counts.loaded_tokens, "one rank has not reported"
+    assert not testbed.scheduler.loads.in_flight.counts.loaded_tokens, "one rank has not reported"
     testbed.report(loads=[early])
-    assert testbed.scheduler.loads.counts.loaded_tokens == {"ram": 4 * CHUNK}
+    assert testbed.scheduler.loads.in_flight.counts.loaded_tokens == {"ram": 4 * CHUNK}
     assert testbed.client.take(LoadReleased) == []
     assert testbed.scheduler.has_pending_work()
     testbed.run({"r": 50})
@@ -51,8 +51,8 @@ def test_a_load_is_released_when_the_copies_of_every_rank_have_ended() -> None:
     assert testbed.client.take(LoadReleased) == []
     testbed.report(loads=[ended])
     assert testbed.client.take(LoadReleased) == [LoadReleased(load=job.load)]
-    assert not testbed.scheduler.loads.counts.failures
-    assert testbed.scheduler.loads.counts.loaded_tokens == {"ram": 4 * CHUNK}
+    assert not testbed.scheduler.loads.in_flight.counts.failures
+    assert testbed.scheduler.loads.in_flight.counts.loaded_tokens == {"ram": 4 * CHUNK}
 
 
 def test_workers_hear_of_loads_whose_keys_are_all_pinned(testbed: SchedulerTestbed) -> None:
@@ -77,14 +77,14 @@ def test_a_request_whose_load_failed_matches_nothing_again(testbed: SchedulerTes
     testbed.build(preempted=["r"])
     testbed.now += 100
     assert testbed.ask(request) == 0
-    assert testbed.scheduler.loads.counts.failures == {"limit": 1}
+    assert testbed.scheduler.loads.in_flight.counts.failures == {"limit": 1}
 
 
 def test_a_partial_load_counts_its_tokens_and_a_failure(testbed: SchedulerTestbed) -> None:
     _, job = _loading(testbed)
     testbed.report(loads=[testbed.result(job.load, 3, reason="gone")])
-    assert testbed.scheduler.loads.counts.loaded_tokens == {"ram": 3 * CHUNK}
-    assert testbed.scheduler.loads.counts.failures == {"gone": 1}
+    assert testbed.scheduler.loads.in_flight.counts.loaded_tokens == {"ram": 3 * CHUNK}
+    assert testbed.scheduler.loads.in_flight.counts.failures == {"gone": 1}
 
 
 def test_after_a_partial_load_one_shorter_prefix_is_offered(testbed: SchedulerTestbed) -> None:
@@ -108,11 +108,11 @@ def test_with_several_ranks_the_shortest_load_counts_once() -> None:
     testbed = SchedulerTestbed(ranks=2)
     _, job = _loading(testbed)
     testbed.report(loads=[testbed.result(job.load, 4)])
-    assert not testbed.scheduler.loads.counts.loaded_tokens
+    assert not testbed.scheduler.loads.in_flight.counts.loaded_tokens
     testbed.build()
     testbed.report(loads=[testbed.result(job.load, 2, reason="limit")])
-    assert testbed.scheduler.loads.counts.loaded_tokens == {"ram": 2 * CHUNK}
-    assert testbed.scheduler.loads.counts.failures == {"limit": 1}
+    assert testbed.scheduler.loads.in_flight.counts.loaded_tokens == {"ram": 2 * CHUNK}
+    assert testbed.scheduler.loads.in_flight.counts.failures == {"limit": 1}
 
 
 def test_aborting_a_request_cancels_its_load_and_the_report_is_still_handled(
@@ -123,7 +123,7 @@ def test_aborting_a_request_cancels_its_load_and_the_report_is_still_handled(
     assert testbed.build().cancelled_loads == [job.load]
     assert testbed.build().cancelled_loads == []
     testbed.report(loads=[testbed.result(job.load, 1, reason="cancelled")])
-    assert testbed.scheduler.loads.in_flight == 0
+    assert len(testbed.scheduler.loads.in_flight) == 0
 
 
 def test_a_request_aborted_during_its_load_is_not_stored(testbed: SchedulerTestbed) -> None:
@@ -137,7 +137,7 @@ def test_a_request_aborted_during_its_load_is_not_stored(testbed: SchedulerTestb
 def test_unexpected_reports_are_counted_and_ignored(testbed: SchedulerTestbed) -> None:
     testbed.build()
     testbed.report(loads=[testbed.result(99, 1)], done={99: 1})
-    assert testbed.scheduler.loads.counts.failures == {"unknown_report": 1}
+    assert testbed.scheduler.loads.in_flight.counts.failures == {"unknown_report": 1}
     assert testbed.scheduler.stores.dropped == {"unknown_report": 1}
 
 
@@ -145,7 +145,7 @@ def test_losing_tierd_does_not_end_loads_on_the_scheduler_side(testbed: Schedule
     request, job = _loading(testbed)
     testbed.client.lose()
     testbed.build()
-    assert testbed.scheduler.loads.in_flight == 1
+    assert len(testbed.scheduler.loads.in_flight) == 1
     testbed.report(loads=[testbed.result(job.load, 0, reason="lost")])
     assert testbed.ask(request) == 0
 

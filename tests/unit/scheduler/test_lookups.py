@@ -39,7 +39,7 @@ def test_a_miss_is_looked_up_once(asking: SchedulerTestbed) -> None:
     asking.now += 1
     assert asking.ask(request) == 0
     assert asking.client.sent == []
-    assert asking.scheduler.loads.counts.promotions == {"absent": 1}
+    assert asking.scheduler.loads.in_flight.counts.promotions == {"absent": 1}
 
 
 def test_what_is_found_is_loaded(asking: SchedulerTestbed) -> None:

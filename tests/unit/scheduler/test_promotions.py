@@ -14,9 +14,9 @@ from tests.unit.scheduler.scheduler_testbed import (
     topology,
 )
 
+from kvtier.engines.vllm.loads_in_flight import MIN_COPY_BYTES_PER_SECOND
 from kvtier.engines.vllm.scheduler_loads import (
     MAX_PENDING_PROMOTIONS,
-    MIN_COPY_BYTES_PER_SECOND,
     PINNED_SECONDS,
     VERIFY_TIMEOUT_SECONDS,
 )
@@ -103,7 +103,7 @@ def test_a_promotion_times_out_if_tierd_does_not_answer(testbed: SchedulerTestbe
     testbed.now += 0.1
     assert testbed.ask(request) == 0
     assert [cancel.promotion for cancel in testbed.client.take(Cancel)] == [promote.promotion]
-    assert testbed.scheduler.loads.counts.promotions["out_of_time"] == 1
+    assert testbed.scheduler.loads.in_flight.counts.promotions["out_of_time"] == 1
 
 
 def test_after_the_timeout_ram_is_used(testbed: SchedulerTestbed) -> None:
@@ -155,7 +155,7 @@ def test_the_number_of_pending_promotions_is_bounded(testbed: SchedulerTestbed) 
     testbed.hold(something.keys(0, 1), RAM)
     testbed.hold(something.keys(1, 2), DISK)
     assert testbed.ask(something) == CHUNK
-    assert testbed.scheduler.loads.counts.promotions["too_many_waiting"] == 2
+    assert testbed.scheduler.loads.in_flight.counts.promotions["too_many_waiting"] == 2
 
 
 def test_aborting_a_request_cancels_its_promotion(testbed: SchedulerTestbed) -> None:

@@ -219,7 +219,12 @@ SOURCES = {
     "_drop_planned": ("dropped_stores", 0),
     "_guarded": ("errors", 0),
 }
-ATTRIBUTES = {"failures": "load_failures", "promotions": "promotions", "dropped": "dropped_stores"}
+ATTRIBUTES = {
+    "failures": "load_failures",
+    "promotions": "promotions",
+    "dropped": "dropped_stores",
+    "outcomes": "prefetch_hints",
+}
 NAMES = {"hook": "errors", "reason": "load_failures"}
 NOT_EVENTS = ("loaded_bytes", "stored_bytes", "loads_whole", "stores_delivered")
 

@@ -21,10 +21,11 @@ from kvtier.engines.atom.config import engine_name, limits_of, planner_for, topo
 from kvtier.engines.atom.identity import AtomIdentityBuilder
 from kvtier.engines.atom.lookup_connection import LookupConnection
 from kvtier.engines.atom.metadata import AtomLoad, AtomSave, AtomStepMetadata
+from kvtier.engines.atom.rank import RankIdentity
 from kvtier.engines.atom.scheduler import AtomScheduler
 from kvtier.engines.atom.sequence_state import AtomSequence
 from kvtier.engines.atom.types import KVConnectorOutput
-from kvtier.engines.atom.worker import AtomWorker, RankIdentity, tensor_rank
+from kvtier.engines.atom.worker import AtomWorker, tensor_rank
 from kvtier.engines.common.tierd_session import TierdSession
 from kvtier.errors import ConfigurationError, KVTierError
 from kvtier.lookup.client import greeting

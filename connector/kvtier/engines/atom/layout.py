@@ -9,12 +9,11 @@ before. So each tensor becomes rows of bytes, one row per block, and nothing is 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from kvtier.transfer.codec import Codec, CodecError, build_codec
-from kvtier.transfer.engine import Copy, CopyEngine
 
 TENSORS = ("k_cache", "v_cache", "k_scale", "v_scale", "index_cache")
 """Attributes of ATOM's ``KVCacheTensor`` that hold KV."""
@@ -75,7 +74,8 @@ def byte_layout(
     specs = {name: _Row(int(rows.shape[1])) for name, rows in tensors.items()}
     group = _Group(tuple(tensors), _Rows(block_tokens, specs))
     codec = build_codec(tensors, _Cache(num_blocks, (group,)), chunk_tokens, forms)
-    return ByteLayout(tensors, codec)
+    # ATOM's block 0 holds KV as every other block does.
+    return ByteLayout(tensors, replace(codec, first_block=0))
 
 
 def rows_of(name: str, tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:
@@ -92,25 +92,3 @@ def rows_of(name: str, tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:
             f"{num_blocks} blocks"
         )
     return tensor.reshape(-1).view(torch.uint8).view(num_blocks, size // num_blocks)
-
-
-def allow_block_zero(engine: CopyEngine) -> CopyEngine:
-    """Makes ``engine`` accept block 0, and returns it.
-
-    The address check rejects block 0 because vLLM's holds nothing. ATOM's holds KV.
-    """
-    check = engine.check
-    blocks = range(1, engine.codec.num_blocks)
-
-    def check_from_zero(copy: Copy) -> str:
-        if 0 not in copy.blocks:
-            return check(copy)
-        used = set(copy.blocks)
-        other = next((block for block in blocks if block not in used), None)
-        if other is None or copy.blocks.count(0) > 1:
-            return "a block id occurs twice"
-        replaced = tuple(other if block == 0 else block for block in copy.blocks)
-        return check(Copy(copy.group, copy.shard, copy.first, replaced))
-
-    engine.check = check_from_zero  # type: ignore[method-assign]
-    return engine

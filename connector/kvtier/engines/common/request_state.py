@@ -12,11 +12,14 @@ from kvtier import keys
 from kvtier.engines.common.hints import NO_HINTS, RequestHints
 from kvtier.engines.common.lora import AdapterDigests
 from kvtier.planner import Frontier, Part
+from kvtier.store.types import RAM_BITS
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _KEY_PREFIX = keys.group_prefix(0)
+ALL_TIERS = -1
+"""Every presence bit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +93,14 @@ class RequestState:
         "skip_reason",
         "store_wait_started_at",
         "stores_in_flight",
+        "tier_bits",
     )
 
     def __init__(self, request: Request, hints: RequestHints = NO_HINTS) -> None:
         self.request = request
         self.hints = hints
+        self.tier_bits = ALL_TIERS
+        """Presence bits of the tiers that take part."""
         self.request_id = str(request.request_id)
         self.skip_reason = initial_skip_reason(request)
         """Why the request is neither loaded nor stored; empty if it is."""
@@ -153,6 +159,14 @@ class RequestState:
         if digest != "unknown" or self._adapter_digest is not None:
             self.skip_reason = f"adapter_{digest}"
         return False
+
+    def visible(self, bits: int) -> int:
+        """Returns the presence bits of an object as far as the request may use it, 0 if not.
+
+        It may if one of its tiers holds the object, and tierd would not read it from another one.
+        """
+        allowed = self.tier_bits
+        return bits if bits & allowed and (bits & RAM_BITS or bits & -bits & allowed) else 0
 
     def keys(self, hashes_per_chunk: int) -> list[bytes]:
         """Returns the keys of the chunks that vLLM has hashed, in prefix order, of group 0.

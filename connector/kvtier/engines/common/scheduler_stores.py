@@ -251,12 +251,17 @@ class SchedulerStores:
         while self._references and self._references[0][0] <= step:
             _, found = self._references.popleft()
             state, chunk = found.state, found.chunk
-            keys = state.group_keys(found.group, self._planner.hashes_per_chunk)
-            if (
-                found.generation != state.frontier.generation
-                or chunk >= min(storable(state), len(keys))
-                or self._is_stored(keys[chunk])
-            ):
+            try:
+                keys = state.group_keys(found.group, self._planner.hashes_per_chunk)
+                stale = (
+                    found.generation != state.frontier.generation
+                    or chunk >= min(storable(state), len(keys))
+                    or self._is_stored(keys[chunk])
+                )
+            except Exception:
+                self._free(found.blocks)
+                raise
+            if stale:
                 self._free(found.blocks)
                 continue
             self._store(_ChunkBlocks(found.group, keys[chunk], b"", state, found.ids, found.blocks))
@@ -303,6 +308,14 @@ class SchedulerStores:
 
     def _store_blocked_reason(self, state: RequestState | None = None) -> str:
         """Returns why no chunk, or none of this request, can be stored; empty if some can."""
+        if state is not None:
+            if state.hints.skip_store:
+                return "skip_store"
+            if state.hints.tiers is not None and not state.hints.tiers.issuperset(
+                self._session.tier_names
+            ):
+                # tierd decides where an object goes, and decides the same for every object.
+                return "tiers"
         if self.pool is None:
             return "no_block_pool"
         session = self._session
@@ -321,12 +334,17 @@ class SchedulerStores:
     def _store(self, chunk: _ChunkBlocks) -> None:
         """Plans the store of a chunk whose blocks are referenced, or holds it until there is a
         slot."""
+        try:
+            planned = self._session.credits[chunk.group] and not self._store_blocked_reason()
+            if planned:
+                self._add_planned(chunk)
+            else:
+                self._held.append(_HeldChunk(chunk, self._clock() + HELD_SECONDS))
+        except Exception:
+            self._free(chunk.blocks)
+            raise
         chunk.state.stores_in_flight += 1
         self._keys.add(chunk.key)
-        if self._session.credits[chunk.group] and not self._store_blocked_reason():
-            self._add_planned(chunk)
-        else:
-            self._held.append(_HeldChunk(chunk, self._clock() + HELD_SECONDS))
 
     def _add_planned(self, chunk: _ChunkBlocks) -> None:
         """Takes a slot for a chunk whose blocks are referenced. There must be a credit."""
@@ -373,7 +391,7 @@ class SchedulerStores:
         What cannot be reserved is dropped.
         """
         self._send_kept()
-        planned, self._planned = self._planned, []
+        planned = self._planned
         if not planned:
             return []
         session = self._session
@@ -393,6 +411,8 @@ class SchedulerStores:
             current = []
         if current and not self._open:
             self._progress_at = self._clock()
+        # After an error before this line the planned stores are still there, and are dropped.
+        self._planned = []
         self._open.update((store.job.reservation, store) for store in current)
         if len(current) < len(planned):
             self._drop([each for each in planned if each.job.reservation not in self._open], "lost")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from kvtier.engines.common.model_identity import EngineIdentity
 from kvtier.engines.common.owners import Owners
 from kvtier.planner import Planner
 from kvtier.processes import own_identity
-from kvtier.store.types import Owner
+from kvtier.store.types import MEMORY_BIT, RAM_BITS, Owner
 from kvtier.tierd.client import ClientOptions, TierdClient
 from kvtier.tierd.liveness import hold_peer_lock
 from kvtier.tierd.replication import Replica
@@ -262,6 +262,11 @@ class TierdSession:
     def tier_names(self) -> tuple[str, ...]:
         """The names of all tiers, in order."""
         return self._tier_names
+
+    def tier_bits(self, names: Container[str]) -> int:
+        """Returns the presence bits of the tiers with these names."""
+        bits = sum(MEMORY_BIT << i for i, name in enumerate(self._tier_names) if name in names)
+        return bits | RAM_BITS if bits & MEMORY_BIT else bits
 
     def tier_name(self, index: int) -> str:
         """Returns the name of a tier."""

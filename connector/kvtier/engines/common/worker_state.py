@@ -98,6 +98,16 @@ class Completions:
     invalid_blocks: set[int] = field(default_factory=set)
     stores_done: dict[int, int] = field(default_factory=dict)
 
+    def merged(self, later: Completions) -> Completions:
+        """Returns the completions of both."""
+        return Completions(
+            self.loads + later.loads,
+            self.recving | later.recving,
+            self.failed | later.failed,
+            self.invalid_blocks | later.invalid_blocks,
+            {**self.stores_done, **later.stores_done},
+        )
+
 
 class SlotGenerations:
     """The generation words of the attached pool (kvtier/store/generations.py).
@@ -158,13 +168,19 @@ class CompletionQueue:
         with self._lock:
             self._stores.extend(reservations)
 
-    def take(self) -> Completions:
-        """Returns what ended since the last call."""
+    def queued(self) -> tuple[set[int], set[int]]:
+        """Returns the loads and the stores that the next ``take`` returns."""
         with self._lock:
-            ends, self._load_ends = self._load_ends, []
-            stores, self._stores = self._stores, []
+            return {end.result.load for end in self._load_ends}, set(self._stores)
+
+    def take(self, is_expected: Callable[[LoadEnd], bool] = lambda end: True) -> Completions:
+        """Returns what ended since the last call, without loads that are not expected."""
+        with self._lock:
+            ends, stores = list(self._load_ends), list(self._stores)
         taken = Completions(stores_done=dict.fromkeys(stores, 1))
         for end in ends:
+            if not is_expected(end):
+                continue
             taken.loads.append(end.result)
             if end.report_expected:
                 taken.recving.add(end.result.request_id)
@@ -174,6 +190,10 @@ class CompletionQueue:
                 taken.invalid_blocks.update(end.missing_blocks)
             elif end.report_expected:
                 taken.failed.add(end.result.request_id)
+        with self._lock:
+            # Last: after an error the next call returns the same.
+            del self._load_ends[: len(ends)]
+            del self._stores[: len(stores)]
         return taken
 
 

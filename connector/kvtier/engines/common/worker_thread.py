@@ -20,6 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -202,19 +203,36 @@ class TransferThread:
             return
         with self._copies:
             if self._is_open():
-                self._loads.pin(pinned)
+                self._advance(pinned, early_bytes)
+
+    def open_jobs(
+        self, loads: AbstractSet[int], stores: AbstractSet[int]
+    ) -> tuple[AbstractSet[int], AbstractSet[int]]:
+        """Returns which of these loads and stores have not ended."""
+        with self._copies:
+            return (
+                {number for number in loads if number in self._loads},
+                {number for number in stores if number in self._stores},
+            )
+
+    def abort_lost_stores(self, reservations: Sequence[int]) -> None:
+        """See ``WorkerStores.abort_lost``."""
+        with self._copies:
+            if self._is_open() and self._completions.epoch:
+                self._stores.abort_lost(reservations)
                 self._advance()
-                if early_bytes:
-                    self._loads.report_early(early_bytes)
 
     def _is_open(self) -> bool:
         return not (self._closed or self._closing or self._failure)
 
-    def _advance(self) -> None:
+    def _advance(self, pinned: Sequence[int] = (), early_bytes: int = 0) -> None:
         """Advances loads and stores, with the lock held. A failure is left to the thread."""
         try:
+            self._loads.pin(pinned)
             self._loads.advance()
             self._stores.advance()
+            if early_bytes:
+                self._loads.report_early(early_bytes)
         except Exception as error:  # noqa: BLE001 - the thread reports everything that is open
             self._failure = error
             self._completions.epoch = 0
@@ -238,11 +256,13 @@ class TransferThread:
     def on_client_lost(self, reason: str) -> None:
         """Ends submissions; queues the loss. The client does not reattach before this thread has
         drained."""
-        with self._copies:
-            self._completions.epoch = 0
-            self._loads.stop_all("lost")
-            self._stores.drop_pending()
-        self._put(_ClientLost(reason))
+        try:
+            with self._copies:
+                self._completions.epoch = 0
+                self._loads.stop_all("lost")
+                self._stores.drop_pending()
+        finally:
+            self._put(_ClientLost(reason))
 
     def on_pool_ready(self, ready: PoolReady) -> None:
         """Queues the result of the mapper."""
@@ -421,8 +441,11 @@ class TransferThread:
             self._closed = True
             self._inputs.clear()
         self._completions.epoch = 0
-        if not self._drained:
-            self._abandon()
+        try:
+            if not self._drained:
+                self._abandon()
+        except Exception as error:  # what is not reported here has ended, and is found missing
+            logger.exception("KVTier: cannot end what was open: %s", error)
         self._ended.set()
         if self._drained:
             with self._copies:
@@ -441,5 +464,7 @@ class TransferThread:
             self._counters.add("copy_errors")
             logger.exception("KVTier: cannot synchronize the device: %s", error)
         with self._copies:
-            self._loads.abandon("off")
-            self._stores.drop_all()
+            try:
+                self._loads.abandon("off")
+            finally:
+                self._stores.drop_all()

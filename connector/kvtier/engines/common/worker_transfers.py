@@ -30,6 +30,8 @@ SUBMIT_SECONDS = 0.002
 time it submits more than the link moves in 20 ms, after which the call is repeated."""
 IDENTITY_CHANGED = "identity"
 """Reason of loads that ended because the weights may have changed: nothing of them is used."""
+FINGERPRINT_SECONDS = 30.0
+"""How long after its limit a load waits for the fingerprint of the weights."""
 MAX_ENDED_LOADS = 4096
 """Ended loads that are remembered, so that a job that comes twice does not start twice."""
 
@@ -78,6 +80,9 @@ class WorkerLoads:
 
     def __len__(self) -> int:
         return len(self._active)
+
+    def __contains__(self, number: object) -> bool:
+        return number in self._active
 
     def add(
         self,
@@ -213,7 +218,10 @@ class WorkerLoads:
         self.stop_all(reason)
         for load in list(self._active.values()):
             load.in_flight.clear()
-            self._end(load)
+            try:
+                self._end(load)
+            except Exception:  # noqa: BLE001 - the others must be reported in any case
+                self._active.pop(load.job.load, None)
 
     def advance(self) -> bool:
         """Collects what has ended and submits what there is room for; returns whether anything
@@ -236,8 +244,11 @@ class WorkerLoads:
                     changed = True
                     self._collect(load)
                     may_submit = not self._engine.synchronous and now < until
-            if self._context.clock() >= load.deadline and not load.fully_submitted:
+            now = self._context.clock()
+            if now >= load.deadline and not load.fully_submitted:
                 load.stop_reason = load.stop_reason or "limit"
+            if now >= load.deadline + FINGERPRINT_SECONDS and self._waits_for_weights(load):
+                load.stop_reason = IDENTITY_CHANGED
             if self._may_end(load):
                 self._end(load)
                 changed = True
@@ -367,6 +378,9 @@ class WorkerStores:
     def __len__(self) -> int:
         return len(self._open)
 
+    def __contains__(self, reservation: object) -> bool:
+        return reservation in self._open
+
     def add(self, jobs: Iterable[StoreJob], fence: object | None, epoch: int) -> None:
         """Adds jobs, whose blocks may be read after ``fence``.
 
@@ -411,12 +425,20 @@ class WorkerStores:
     def drop_all(self) -> None:
         """Ends every store after the loss of tierd, without a message to it. No copy may run."""
         self.drop_pending()
-        dropped = [number for _, numbers in self._in_flight for number in numbers]
+        # Also those that an error has left neither pending nor in flight.
+        dropped = list(self._open)
         self._in_flight.clear()
         self._counters.add("stores_dropped", len(dropped))
         self._finish(dropped, delivered=False)
         self._delivered.clear()
         self._aborted.clear()
+
+    def abort_lost(self, reservations: Iterable[int]) -> None:
+        """tierd hears with the next ``advance`` that these stores, which an error has lost, are
+        not delivered by this rank."""
+        lost = [number for number in reservations if number not in self._open]
+        self._counters.add("stores_aborted", len(lost))
+        self._aborted.extend(lost)
 
     def advance(self) -> bool:
         """Collects what has ended, submits as ``WorkerLoads.advance`` does, and reports to tierd.

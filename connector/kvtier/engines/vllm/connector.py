@@ -113,6 +113,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._off_reason = ""
         self._reported_off = False
         self._errors = 0
+        """Errors that turned KVTier off."""
+        self._hook_errors = 0
+        self._invalid_blocks: set[int] = set()
+        """Blocks that the loads of this step did not fill."""
         self._rearm_at = math.inf
         self._stats = KVTierStats()
         self._steps = 0
@@ -186,6 +190,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             return call(*args, **kwargs)
         except Exception as error:
+            self._hook_errors += 1
             self._stats.add("errors", 1, hook)
             if not self._off_reason:
                 self._off_reason = f"{hook}: {type(error).__name__}: {error}"
@@ -265,8 +270,12 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     def start_load_kv(self, forward_context: object, **kwargs: Any) -> None:
         worker, metadata = self._worker, self._connector_metadata
-        if worker is not None and metadata is not None:
-            self._guarded("start_load_kv", None, worker.start_load_kv, metadata)
+        if worker is None or metadata is None:
+            return
+        errors = self._hook_errors
+        self._guarded("start_load_kv", None, worker.start_load_kv, metadata)
+        if self._hook_errors > errors:
+            self._guarded("start_load_kv", None, worker.enter_jobs, metadata)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are asynchronous: no layer waits."""
@@ -286,7 +295,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         nothing: tuple[set[str] | None, set[str] | None] = (None, None)
         if worker is None:
             return nothing
-        return self._guarded("get_finished", nothing, worker.get_finished, finished_req_ids)
+        results = self._guarded(
+            "get_finished", None, self._take_results, worker.get_finished, finished_req_ids
+        )
+        return results if results is not None else self._withhold_reports(worker, nothing)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """0.32, in place of ``get_finished``."""
@@ -295,18 +307,31 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         worker, nothing = self._worker, KVConnectorTransferResults()
         if worker is None:
             return nothing
-        return self._guarded(
-            "get_transfer_results", nothing, worker.get_transfer_results, finished_req_ids
+        results = self._guarded(
+            "get_transfer_results",
+            None,
+            self._take_results,
+            worker.get_transfer_results,
+            finished_req_ids,
         )
+        return results if results is not None else self._withhold_reports(worker, nothing)
+
+    def _take_results(self, call: Callable[[set[str]], T], finished_req_ids: set[str]) -> T:
+        """Takes the requests whose load has ended together with the blocks that were not filled:
+        vLLM must not get one without the other."""
+        self._invalid_blocks = set()
+        results = call(finished_req_ids)
+        if self._worker is not None:
+            self._invalid_blocks = self._worker.get_block_ids_with_load_errors()
+        return results
+
+    def _withhold_reports(self, worker: KVTierConnectorWorker, nothing: T) -> T:
+        self._invalid_blocks = set()
+        self._guarded("get_finished", None, worker.withhold_reports)
+        return nothing
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        worker = self._worker
-        nothing: set[int] = set()
-        if worker is None:
-            return nothing
-        return self._guarded(
-            "get_block_ids_with_load_errors", nothing, worker.get_block_ids_with_load_errors
-        )
+        return self._invalid_blocks
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
         worker = self._worker
@@ -321,7 +346,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         if self._scheduler is not None:
-            self._scheduler.bind_gpu_block_pool(gpu_block_pool)
+            self._guarded(
+                "bind_gpu_block_pool", None, self._scheduler.bind_gpu_block_pool, gpu_block_pool
+            )
 
     def on_new_request(self, request: Request) -> None:
         # vLLM 0.24 does not call this, and nothing is prefetched.
@@ -452,7 +479,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         self._guarded("get_kv_connector_stats", None, self._collect_stats)
-        off = self._is_off()
+        off = self._guarded("get_kv_connector_stats", self._reported_off, self._is_off)
         self._stats.add(WITHOUT_TIERS[0], off - self._reported_off)
         self._reported_off = off
         if self._stats.is_empty():

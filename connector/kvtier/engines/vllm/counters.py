@@ -46,8 +46,8 @@ COUNTERS = (
         "reason",
         (
             "address", "asleep", "block_table", "cancelled", "closing", "copy", "duplicate",
-            "epoch", "gone", "identity", "limit", "lost", "off", "partial", "unknown_report",
-            "unpinned",
+            "epoch", "error", "gone", "identity", "limit", "lost", "off", "partial",
+            "unknown_report", "unpinned",
         ),
     ),
     Metric(
@@ -65,8 +65,8 @@ COUNTERS = (
         "reason",
         (
             "blocks_gone", "in_flight_blocks", "lost", "no_block_pool", "no_credit", "not_attached",
-            "off", "replica_incomplete", "reset", "short_prompt", "unknown_report",
-            "weights_stale", "weights_unknown", "worker_not_attached",
+            "off", "replica_incomplete", "reset", "short_prompt", "skip_store", "tiers",
+            "unknown_report", "weights_stale", "weights_unknown", "worker_not_attached",
         ),
     ),
     Metric("loaded_bytes", "Bytes copied from the memory tier to GPU memory."),
@@ -78,9 +78,11 @@ COUNTERS = (
         (
             "bad_addresses", "copy_errors", "duplicate_loads", "duplicate_requests",
             "duplicate_stores", "loads_failed", "loads_partial", "loads_reported_early", "lost",
-            "off", "pins_broken", "pool_failures", "refused", "shards_refused", "slots_reused",
-            "stores_aborted", "stores_dropped", "stores_stale", "stores_voided", "thread_failures",
-            "unknown_cancels", "unsent_dropped", "weights_hashed",
+            "lost_jobs", "off", "pins_broken", "pool_failures", "refused", "shards_refused",
+            "slots_reused",
+            "step_errors", "stores_aborted", "stores_dropped", "stores_stale", "stores_voided",
+            "thread_failures", "unexpected_reports", "unknown_cancels", "unsent_dropped",
+            "weights_hashed",
         ),
     ),
     Metric(
@@ -88,8 +90,9 @@ COUNTERS = (
         "Unexpected errors in connector hooks. Each turns KVTier off for a while.",
         "hook",
         (
-            "begin_step", "build_connector_meta", "build_connector_worker_meta",
-            "get_block_ids_with_load_errors", "get_external_cache_hit_sources", "get_finished",
+            "begin_step", "bind_gpu_block_pool", "build_connector_meta",
+            "build_connector_worker_meta",
+            "get_external_cache_hit_sources", "get_finished",
             "get_kv_connector_stats", "get_num_new_matched_tokens", "get_transfer_results",
             "has_pending_push_work", "on_new_request",
             "rearm", "register_kv_caches", "request_finished", "reset_cache", "restore_kv_caches",
@@ -105,6 +108,12 @@ COUNTERS = (
         (
             "duplicate", "range", "too_many", "type", "unknown", "unknown_tier", "version",
         ),
+    ),
+    Metric(
+        "prefetch_hints",
+        "Requests with the hint prefetch, by what came of it.",
+        "outcome",
+        ("nothing_missing", "not_ready", "started", "too_many"),
     ),
     Metric("rearms", "How often KVTier was used again some time after an unexpected error."),
     Metric(

@@ -32,9 +32,13 @@ class MissLookups:
         self._session = session
         self._prefill = prefill
 
-    def keys(self, computed_tokens: int, known: int, total: int) -> int:
-        """Returns how many keys after the known ones are worth a lookup."""
-        if known >= total or not self._session.replica.asked_bits:
+    def keys(self, computed_tokens: int, known: int, total: int, tier_bits: int = -1) -> int:
+        """Returns how many keys after the known ones are worth a lookup.
+
+        ``tier_bits``: the tiers that the request may use. tierd looks into all of its tiers.
+        """
+        asked = self._session.replica.asked_bits
+        if known >= total or not asked or asked & ~tier_bits:
             return 0
         end = self._planner.tokens(self._planner.chunks(computed_tokens) + total)
         if end - computed_tokens < max(1, self._session.live.min_load_tokens):

@@ -3,12 +3,15 @@
 vLLM looks a request up when it could run it. Until then a request of a long queue waits for
 nothing, while its prefix lies in a slow tier. tierd is told of the first requests of the queue, and
 of their end: when vLLM looks them up, or when they are gone. It is not told of a request that vLLM
-looks up in the step in which it arrives. The scheduler's thread only.
+looks up in the step in which it arrives.
+
+A request with the hint ``prefetch`` comes before the ones that need its prefix. Its prefetch goes
+on after its own end, for a bounded time. The scheduler's thread only.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 
 from kvtier.engines.common.lora import AdapterDigests
@@ -20,6 +23,11 @@ from kvtier.tierd.wire import Cancel, Prefetch
 
 MAX_PREFETCHES = 16
 """Requests at a time, the first of the queue."""
+MAX_KEPT = 16
+"""Prefetches at a time that requests with the hint have asked for."""
+KEPT_SECONDS = 30.0
+"""How long such a prefetch goes on at most. An object of it that is in RAM by then stays as any
+other."""
 MAX_QUEUED = 4_096
 """Requests that are remembered. Later ones are looked up when their turn comes."""
 WireKeys = tuple[tuple[int, bytes], ...]
@@ -30,7 +38,20 @@ MAX_CHUNKS_PER_STEP = 4_096
 class QueuedPrefixes:
     """The queue of one engine. ``new_id``: returns an unused id of a promotion."""
 
-    def __init__(self, planner: Planner, session: TierdSession, new_id: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        planner: Planner,
+        session: TierdSession,
+        new_id: Callable[[], int],
+        clock: Callable[[], float],
+    ) -> None:
+        self.outcomes: Counter[str] = Counter()
+        """Of requests with the hint ``prefetch``, since the counts were last taken."""
+        self._clock = clock
+        self._kept: deque[tuple[float, int]] = deque()
+        """When they end, and their ids, in order."""
+        self._keep_later: deque[tuple[float, RequestState]] = deque()
+        """Requests whose prefetch cannot start yet, and until when it may."""
         self._planner = planner
         self._session = session
         self._new_id = new_id
@@ -40,7 +61,8 @@ class QueuedPrefixes:
 
     def add(self, state: RequestState) -> None:
         """The request is at the end of the queue."""
-        if len(self._queued) < MAX_QUEUED and not state.skip_reason:
+        wanted = not (state.skip_reason or state.hints.skip_load or state.hints.prefetch)
+        if wanted and len(self._queued) < MAX_QUEUED:
             self._queued[state.request_id] = state
 
     def remove(self, state: RequestState) -> None:
@@ -56,9 +78,48 @@ class QueuedPrefixes:
             if prefetch:
                 self._session.send(Cancel(promotion=prefetch))
         self._prefetches.clear()
+        while self._kept:
+            self._session.send(Cancel(promotion=self._kept.popleft()[1]))
+
+    def keep(self, state: RequestState, adapters: AdapterDigests) -> None:
+        """The request has the hint ``prefetch``."""
+        self._end_kept()
+        if len(self._kept) + len(self._keep_later) >= MAX_KEPT:
+            self.outcomes["too_many"] += 1
+            return
+        self._keep_later.append((self._clock() + KEPT_SECONDS, state))
+        self._start_kept(adapters)
+
+    def _end_kept(self) -> None:
+        now = self._clock()
+        while self._kept and self._kept[0][0] <= now:
+            self._session.send(Cancel(promotion=self._kept.popleft()[1]))
+        while self._keep_later and self._keep_later[0][0] <= now:
+            self._keep_later.popleft()
+            self.outcomes["not_ready"] += 1
+
+    def _start_kept(self, adapters: AdapterDigests) -> None:
+        if not self._session.replica_ready:
+            return
+        for _ in range(len(self._keep_later)):
+            until, state = self._keep_later.popleft()
+            if state.skip_reason:
+                self.outcomes["not_ready"] += 1
+                continue
+            if not state.is_cacheable(adapters):
+                self._keep_later.append((until, state))
+                continue
+            keys = self._missing(state)
+            prefetch = self._send(keys) if keys else 0
+            self.outcomes["started" if prefetch else "nothing_missing"] += 1
+            if prefetch:
+                self._kept.append((until, prefetch))
 
     def prefetch(self, adapters: AdapterDigests) -> None:
         """Tells tierd of the first requests of the queue."""
+        if self._kept or self._keep_later:
+            self._end_kept()
+            self._start_kept(adapters)
         if not self._queued or not self._session.replica_ready:
             return
         chunks = 0
@@ -86,14 +147,20 @@ class QueuedPrefixes:
         get_value, usable_bits = replica.get_value, replica.usable_bits
         keys = state.keys(planner.hashes_per_chunk)
         held, lacking = 0, False
-        for key in keys[: planner.chunks(state.request.num_tokens)]:
-            bits = get_value(key, 0) & usable_bits
+        for key in keys[: self._most_chunks(state)]:
+            bits = state.visible(get_value(key, 0) & usable_bits)
             if not bits:
                 break
             held += 1
             lacking = lacking or not bits & RAM_BITS
         enough = planner.tokens(held) >= max(1, self._session.live.min_load_tokens)
         return state.wire_keys(0, held) if lacking and enough else ()
+
+    def _most_chunks(self, state: RequestState) -> int:
+        """How many chunks of the request may be loaded, without a local hit."""
+        tokens: int = state.request.num_tokens
+        most = state.hints.max_load_tokens
+        return self._planner.chunks(tokens if most is None else min(tokens, most))
 
     def _missing_of_groups(self, state: RequestState) -> WireKeys:
         """As ``_missing``, where a prefix is usable as a whole only."""
@@ -105,7 +172,9 @@ class QueuedPrefixes:
         ]
         most = min(len(keys[0]), planner.max_hit_chunks(state.request.num_tokens))
         end = planner.longest_prefix(
-            0, most, lambda group, chunk: get_value(keys[group][chunk], 0) & usable_bits
+            0,
+            min(most, self._most_chunks(state)),
+            lambda group, chunk: state.visible(get_value(keys[group][chunk], 0) & usable_bits),
         )
         if planner.tokens(end) < max(1, self._session.live.min_load_tokens):
             return ()

@@ -22,12 +22,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvtier.config.models import Honour
+from kvtier.engines.common.hints import NO_HINTS
 from kvtier.engines.common.lora import AdapterDigests
 from kvtier.engines.common.request_state import RequestState
 from kvtier.engines.common.scheduler_stores import NULL_BLOCK, BlockPool, SchedulerStores
 from kvtier.engines.common.tierd_session import TierdSession
 from kvtier.engines.vllm.cost_estimates import PrefillEstimator, StepTokens
-from kvtier.engines.vllm.load_records import LoadCounts
 from kvtier.engines.vllm.metadata import StepMetadata, WorkerReport
 from kvtier.engines.vllm.metrics import KVTierStats
 from kvtier.engines.vllm.queued_prefixes import QueuedPrefixes
@@ -74,7 +75,7 @@ class KVTierConnectorScheduler:
         self.prefill = PrefillEstimator(clock)
         self.loads = SchedulerLoads(planner, session, self.prefill, clock)
         self.stores = SchedulerStores(planner, session, clock)
-        self.queue = QueuedPrefixes(planner, session, self.loads.new_id)
+        self.queue = QueuedPrefixes(planner, session, self.loads.new_id, clock)
         self._planner = planner
         self._windows = tuple(
             number
@@ -148,8 +149,10 @@ class KVTierConnectorScheduler:
         if state.scheduled:
             state.drop_blocks()
         state.computed_tokens = num_computed_tokens
-        if getattr(request, "skip_reading_prefix_cache", False) or not state.is_cacheable(
-            self._adapters
+        if (
+            state.hints.skip_load
+            or getattr(request, "skip_reading_prefix_cache", False)
+            or not state.is_cacheable(self._adapters)
         ):
             self.loads.cancel_promotion(state)
             return 0, False
@@ -179,18 +182,24 @@ class KVTierConnectorScheduler:
 
         vLLM waits for a report in any case.
         """
-        self.loads.start_failing(self._state(request), block_ids[0] if block_ids else ())
+        self.loads.in_flight.start_failing(self._state(request), block_ids[0] if block_ids else ())
 
     def get_external_token_sources(self, request: Request) -> dict[int, int]:
         """Returns the tokens of a request's load in flight, by the tier where they were found."""
         state = self._states.get(str(request.request_id))
-        return {} if state is None else self.loads.token_sources(state)
+        return {} if state is None else self.loads.in_flight.token_sources(state)
 
     def _state(self, request: Request) -> RequestState:
         request_id = str(request.request_id)
         state = self._states.get(request_id)
         if state is None or state.request is not request:
-            state = self._states[request_id] = RequestState(request, self._hints.read(request))
+            honoured = self.session.live.hints.honour is Honour.ENABLED
+            hints = self._hints.read(request) if honoured else NO_HINTS
+            state = self._states[request_id] = RequestState(request, hints)
+            if hints.tiers is not None:
+                state.tier_bits = self.session.tier_bits(hints.tiers)
+            if hints.prefetch:
+                self.queue.keep(state, self._adapters)
         return state
 
     # Steps.
@@ -241,29 +250,30 @@ class KVTierConnectorScheduler:
         if self.stores.pool is None and not self._missing_pool_logged:
             self._missing_pool_logged = True
             logger.warning("KVTier: storing nothing: this vLLM does not expose its block pool")
-        stores = self.stores.take_jobs()
-        # Nothing after this line may raise: vLLM waits for a report of every load that was taken.
-        loads, cancelled = self.loads.take_jobs()
-        return StepMetadata(
+        metadata = StepMetadata(
             step=self._step,
-            loads=loads,
-            stores=stores,
-            pinned_loads=self.loads.take_pinned(),
+            pinned_loads=self.loads.in_flight.take_pinned(),
             idle=not output.num_scheduled_tokens,
-            cancelled_loads=cancelled,
             identity=self.weights.number,
             report_weights=self.weights.report_needed,
             assumed_weights=self._assumed_weights(),
-            voided_stores=self.stores.take_voided(),
         )
+        # What was taken must reach the workers: nothing after this line may raise.
+        metadata.stores = self.stores.take_jobs()
+        metadata.loads, metadata.cancelled_loads = self.loads.in_flight.take_jobs()
+        metadata.voided_stores = self.stores.take_voided()
+        return metadata
 
     def build_load_meta(self) -> StepMetadata:
         """Returns only the loads that vLLM waits for, once KVTier is off."""
         self._step += 1
-        self._steps.clear()
-        self.prefill.clear()
-        self.stores.turn_off()
-        loads, cancelled = self.loads.take_jobs()
+        try:
+            self._steps.clear()
+            self.prefill.clear()
+            self.stores.turn_off()
+        except Exception as error:  # vLLM waits for the loads in any case
+            logger.exception("KVTier: cannot drop stores: %s", error)
+        loads, cancelled = self.loads.in_flight.take_jobs()
         return StepMetadata(
             step=self._step,
             loads=loads,
@@ -374,23 +384,40 @@ class KVTierConnectorScheduler:
         """Takes the workers' aggregated report of a step."""
         if not isinstance(report, WorkerReport):
             return
-        self._begin_hook()
-        self._take_weights(report)
-        self.stores.worker_epoch = report.attached_epoch
-        self.prefill.step_executed(report.step)
-        while self._steps and self._steps[0].number <= report.step:
-            for state, generation, tokens in self._steps.popleft().requests:
-                state.frontier.executed(generation, tokens)
-        self.stores.on_step_executed(report.step, self._final_chunks)
+        try:
+            self._begin_hook()
+            self._take_weights(report)
+            self.stores.worker_epoch = report.attached_epoch
+            self.prefill.step_executed(report.step)
+            while self._steps and self._steps[0].number <= report.step:
+                for state, generation, tokens in self._steps.popleft().requests:
+                    state.frontier.executed(generation, tokens)
+            self.stores.on_step_executed(report.step, self._final_chunks)
+        finally:
+            # Each end is reported once: what it holds would be held until the engine ends.
+            self._take_ends(report)
+
+    def _take_ends(self, report: WorkerReport) -> None:
+        """Takes every end of a load and of a store, whatever one of them raises."""
+        error: Exception | None = None
         for result in report.loads:
-            self.loads.on_load_done(result)
+            try:
+                self.loads.in_flight.on_load_done(result)
+            except Exception as raised:  # noqa: BLE001 - it is raised below
+                error = raised
+        for reservation, ranks in report.stores_done.items():
+            try:
+                self.stores.on_stores_done({reservation: ranks})
+            except Exception as raised:  # noqa: BLE001 - it is raised below
+                error = raised
+        if error is not None:
+            raise error
         if report.loads:
             self._update_heartbeat()
-        self.stores.on_stores_done(report.stores_done)
 
     def _update_heartbeat(self) -> None:
         """tierd reports which share of prompt tokens came from which tier."""
-        by_tier, previous = self.loads.loaded_tokens, self.session.heartbeat
+        by_tier, previous = self.loads.in_flight.loaded_tokens, self.session.heartbeat
         loaded = tuple(by_tier[tier] for tier in range(max(by_tier) + 1)) if by_tier else ()
         if (previous.prompt_tokens, previous.loaded_tokens) != (self._prompt_tokens, loaded):
             self.session.heartbeat = Heartbeat(
@@ -493,11 +520,11 @@ class KVTierConnectorScheduler:
     def has_pending_work(self) -> bool:
         """Returns whether an engine without requests should keep stepping, so that copies end."""
         self._begin_hook()
-        return self.stores.has_pending_work() or self.loads.has_pending_work()
+        return self.stores.has_pending_work() or self.loads.in_flight.has_pending_work()
 
     def collect_stats(self, stats: KVTierStats) -> None:
         """Moves the counts since the last call into ``stats``."""
-        counts, self.loads.counts = self.loads.counts, LoadCounts()
+        counts = self.loads.in_flight.take_counts()
         stats.add("offered_tokens", counts.offered_tokens)
         stats.add_all("loaded_tokens", counts.loaded_tokens)
         stats.add_all("load_failures", counts.failures)
@@ -507,12 +534,14 @@ class KVTierConnectorScheduler:
         self.stores.dropped.clear()
         stats.add_all("rejected_hints", self._hints.rejected)
         self._hints.rejected.clear()
+        stats.add_all("prefetch_hints", self.queue.outcomes)
+        self.queue.outcomes.clear()
 
     def snapshot(self) -> dict[str, object]:
         """Returns the current state, for debugging and tests."""
         return {
             "requests": len(self._states),
-            "loads": self.loads.in_flight,
+            "loads": len(self.loads.in_flight),
             "stores": self.stores.in_flight,
             "replica": len(self.session.replica),
             "epoch": self.session.epoch,

@@ -1,4 +1,4 @@
-"""Loads on the scheduler side: how many tokens match, when a request waits, and how loads end.
+"""Lookups and promotions on the scheduler side: how many tokens match, and when a request waits.
 
 ``match`` checks these cases in order:
 
@@ -21,42 +21,32 @@ docs/datapath.md describes the protocol with tierd. The scheduler's thread only.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import count
 
 from kvtier.config.models import Selection
-from kvtier.engines.common.jobs import BlockRun, LoadJob, LoadResult
-from kvtier.engines.common.request_state import CachedMatch, PendingPromotion, RequestState
-from kvtier.engines.common.tierd_session import TierdSession
-from kvtier.engines.vllm.cost_estimates import CopyEstimator, PrefillEstimator
-from kvtier.engines.vllm.load_records import (
-    ActiveLoad,
-    LoadCounts,
-    LoadPrefix,
-    have_blocks,
-    source_tier,
+from kvtier.engines.common.request_state import (
+    ALL_TIERS,
+    CachedMatch,
+    PendingPromotion,
+    RequestState,
 )
+from kvtier.engines.common.tierd_session import TierdSession
+from kvtier.engines.vllm.cost_estimates import PrefillEstimator
+from kvtier.engines.vllm.load_records import LoadPrefix, source_tier
+from kvtier.engines.vllm.loads_in_flight import LoadsInFlight
 from kvtier.engines.vllm.miss_lookups import MissLookups
-from kvtier.planner import Part, Planner
+from kvtier.planner import Planner
 from kvtier.store.cost_model import Prefill
-from kvtier.store.generations import unpack_location
 from kvtier.store.selection import LOSS_SHARE, choose_prefix
 from kvtier.store.types import MEMORY_BIT
-from kvtier.tierd.wire import Cancel, Load, LoadReleased, Promote, Promoted
+from kvtier.tierd.wire import Cancel, Promote, Promoted
 
 MAX_PENDING_PROMOTIONS = 32
 """Further requests match what is in RAM."""
 PROMOTION_GRACE_SECONDS = 0.1
 """tierd ends a promotion within its budget; this much later the scheduler side gives up."""
-LOAD_GRACE_SECONDS = 0.05
-REPORT_GRACE_SECONDS = 1.0
-"""A worker reports within this time after the limit of its load."""
-MIN_LOAD_TIMEOUT_SECONDS = 1.0
-"""The data of a load is in RAM, so a busy machine must not turn it into a failure."""
-MIN_COPY_BYTES_PER_SECOND = 2 << 30
-"""A load may take as long as copies at this rate, a fraction of what any GPU link delivers."""
 MATCH_REFRESH_SECONDS = 0.05
 """How long a match is reused although keys were added."""
 STORE_WAIT_SECONDS = 1.0
@@ -77,22 +67,16 @@ class SchedulerLoads:
         prefill: PrefillEstimator,
         clock: Callable[[], float],
     ) -> None:
-        self.counts = LoadCounts()
-        self.loaded_tokens: Counter[int] = Counter()
-        """By tier, since the engine started."""
         self._planner = planner
         self._hashes_per_chunk = planner.hashes_per_chunk
         self._session = session
         self._prefill = prefill
         self._lookups = MissLookups(planner, session, prefill)
-        self._copies = CopyEstimator()
         self._clock = clock
         self._ids = count(1)
+        self.in_flight = LoadsInFlight(planner, session, self.new_id, clock)
         self._pending: dict[int, RequestState] = {}
         """Promotions that tierd has not answered."""
-        self._active: dict[int, ActiveLoad] = {}
-        self._jobs: list[LoadJob] = []
-        self._cancelled_loads: list[int] = []
 
     def new_id(self) -> int:
         """Returns an unused id, for a promotion or a prefetch."""
@@ -154,7 +138,7 @@ class SchedulerLoads:
         if promotion.usable_keys is None:
             if now < promotion.deadline and not self._lookups.expired(promotion, now):
                 return None
-            self.counts.promotions["out_of_time"] += 1
+            self.in_flight.counts.promotions["out_of_time"] += 1
             self.cancel_promotion(state)
             return 0
         if promotion.end_tokens:
@@ -167,6 +151,7 @@ class SchedulerLoads:
         if (
             tokens < max(1, self._session.live.min_load_tokens)
             or promotion.first_chunk != self._planner.chunks(computed_tokens)
+            or end > self._planner.tokens(self._max_chunks(state, computed_tokens))
             or now - promotion.ended_at > PINNED_SECONDS
         ):
             self.cancel_promotion(state)
@@ -179,19 +164,24 @@ class SchedulerLoads:
             return self._match_groups(state, computed_tokens, now)
         first = planner.chunks(computed_tokens)
         keys = state.keys(self._hashes_per_chunk)
-        end = self._max_chunks(state)
+        end = self._max_chunks(state, computed_tokens)
         replica = self._session.replica
         get_value, usable_bits = replica.get_value, replica.usable_bits
         bits: list[int] = []
         ram_chunks = 0
+        restricted = state.tier_bits != ALL_TIERS
         for key in keys[first:end]:
             chunk_bits = get_value(key, 0) & usable_bits
+            if restricted:
+                chunk_bits = state.visible(chunk_bits)
             if not chunk_bits:
                 break
             if chunk_bits & MEMORY_BIT and ram_chunks == len(bits):
                 ram_chunks += 1
             bits.append(chunk_bits)
-        unknown = self._lookups.keys(computed_tokens, len(bits), end - first)
+        unknown = self._lookups.keys(
+            computed_tokens, len(bits), max(0, end - first), state.tier_bits
+        )
         if (ram_chunks < len(bits) or unknown) and self._promote(
             state, computed_tokens, bits, now, unknown
         ):
@@ -199,15 +189,18 @@ class SchedulerLoads:
         ram_tokens = planner.tokens(first + ram_chunks) - computed_tokens if ram_chunks else 0
         return self._match_ram(state, computed_tokens, ram_tokens, now)
 
-    def _max_chunks(self, state: RequestState) -> int:
-        """How many chunks of the request may be loaded."""
+    def _max_chunks(self, state: RequestState, computed_tokens: int) -> int:
+        """Up to which chunk of the request may be loaded."""
         hashed = len(state.keys(self._hashes_per_chunk))
         end = min(hashed, self._planner.max_hit_chunks(state.request.num_tokens))
+        most = state.hints.max_load_tokens
+        if most is not None:
+            end = min(end, self._planner.chunks(computed_tokens + most))
         return end if state.load_end is None else min(end, state.load_end)
 
     def _match_groups(self, state: RequestState, computed_tokens: int, now: float) -> int | None:
         """As ``_match_replica``, where a prefix is usable as a whole only."""
-        planner, end = self._planner, self._max_chunks(state)
+        planner, end = self._planner, self._max_chunks(state, computed_tokens)
         replica = self._session.replica
         get_value, usable_bits = replica.get_value, replica.usable_bits
         keys = [
@@ -215,7 +208,7 @@ class SchedulerLoads:
         ]
 
         def bits(group: int, chunk: int) -> int:
-            return get_value(keys[group][chunk], 0) & usable_bits
+            return state.visible(get_value(keys[group][chunk], 0) & usable_bits)
 
         anywhere = planner.longest_prefix(computed_tokens, end, bits)
         in_ram = 0
@@ -223,7 +216,7 @@ class SchedulerLoads:
             in_ram = planner.longest_prefix(
                 computed_tokens,
                 anywhere,
-                lambda group, chunk: get_value(keys[group][chunk], 0) & MEMORY_BIT,
+                lambda group, chunk: bits(group, chunk) & MEMORY_BIT,
             )
         if in_ram < anywhere and self._may_promote(state):
             ends = in_ram, anywhere
@@ -242,12 +235,12 @@ class SchedulerLoads:
             return 0
         if live.selection is Selection.COST:
             prefill = self._prefill.estimate()
-            if prefill is not None and not self._copies.beats_recompute(
+            if prefill is not None and not self.in_flight.copies.beats_recompute(
                 ram_tokens,
                 prefill.seconds(computed_tokens, computed_tokens + ram_tokens),
                 now,
             ):
-                self.counts.promotions["ram_slower_than_recomputing"] += 1
+                self.in_flight.counts.promotions["ram_slower_than_recomputing"] += 1
                 return 0
         if state.stores_in_flight and not self._store_wait_expired(state, now):
             # It was preempted while it was being stored; the rest will be in RAM in a moment.
@@ -313,7 +306,7 @@ class SchedulerLoads:
             # Otherwise a tier that fails immediately gets a request in every step.
             return False
         if len(self._pending) >= MAX_PENDING_PROMOTIONS:
-            self.counts.promotions["too_many_waiting"] += 1
+            self.in_flight.counts.promotions["too_many_waiting"] += 1
             return False
         return True
 
@@ -454,7 +447,7 @@ class SchedulerLoads:
         promotion = state.pending_promotion if state is not None else None
         if promotion is None or promotion.promotion_id != message.promotion:
             return  # It was cancelled before; tierd has got the Cancel.
-        self.counts.promotions[message.outcome] += 1
+        self.in_flight.counts.promotions[message.outcome] += 1
         promotion.usable_keys = min(message.usable, promotion.keys)
         promotion.ended_at = self._clock()
         promotion.tiers = message.tiers
@@ -476,226 +469,29 @@ class SchedulerLoads:
     ) -> None:
         """Starts a load of ``tokens`` tokens after the request's local hit.
 
-        ``block_tables``: the request's whole block tables, by group. vLLM waits for a report from
-        now on, so a job is queued even if tierd cannot be reached.
+        ``block_tables``: the request's whole block tables, by group.
         """
-        now = self._clock()
-        planner, session = self._planner, self._session
-        end_tokens = state.computed_tokens + tokens
-        parts = planner.needed(state.computed_tokens, end_tokens)
-        first = planner.chunks(state.computed_tokens)
         promotion, state.pending_promotion = state.pending_promotion, None
-        load_id = next(self._ids)
-        runs = tuple(
-            BlockRun(
-                part.group,
-                part.first,
-                tuple(block_tables[part.group][part.block : part.block + part.blocks]),
-            )
-            for part in parts
-        )
-        timeout = MIN_LOAD_TIMEOUT_SECONDS
+        ends_at = 0.0
         if promotion is not None:
             self._pending.pop(promotion.promotion_id, None)
-            promotion_ends_at = promotion.deadline - PROMOTION_GRACE_SECONDS
-            timeout = max(timeout, promotion_ends_at + LOAD_GRACE_SECONDS - now)
-        sizes = session.slot_bytes
-        if sizes:
-            timeout += sum(sizes[part.group] for part in parts) / MIN_COPY_BYTES_PER_SECOND
-        slots, generations = [], []
-        if have_blocks(runs, parts):
-            for location in self._locations(state, promotion, parts, end_tokens):
-                slot, generation = unpack_location(location)
-                slots.append(slot)
-                generations.append(generation)
-            reason = ""
-        else:
-            reason = "block_table"
-        self._jobs.append(
-            LoadJob(
-                load_id,
-                state.request_id,
-                runs,
-                timeout,
-                session.epoch,
-                tuple(slots),
-                tuple(generations),
-            )
-        )
-        state.load_id = load_id
-        state.cached_match = None
-        self._active[load_id] = ActiveLoad(
-            load_id,
-            state,
-            first_chunk=first,
-            end_chunk=-(-end_tokens // planner.chunk_tokens),
-            chunk_tokens=tuple(part.tokens for part in parts),
-            source_tiers=promotion.tiers if promotion is not None else (),
-            ranks_unreported=planner.ranks,
-            ranks_copying=planner.ranks,
-            keys_loaded=len(parts),
-            epoch=session.epoch,
-            expires_at=now + timeout + REPORT_GRACE_SECONDS,
-            failure=reason,
-        )
-        self.counts.offered_tokens += tokens
-        message = Load(
-            load=load_id,
-            promotion=promotion.promotion_id if promotion is not None else 0,
-            keys=state.wire_keys_of(parts),
-            owner=session.owner(state),
-        )
-        # The load does not depend on it: tierd is asked not to evict what is being copied.
-        session.send(message)
-
-    def _locations(
-        self,
-        state: RequestState,
-        promotion: PendingPromotion | None,
-        parts: Sequence[Part],
-        end_tokens: int,
-    ) -> list[int]:
-        """Returns where the objects of ``parts`` are, up to the first one that is no longer in
-        RAM."""
-        if promotion is not None:
-            if promotion.end_tokens:
-                same = (promotion.computed_tokens, promotion.end_tokens) == (
-                    state.computed_tokens,
-                    end_tokens,
-                )
-            else:
-                same = bool(parts) and promotion.first_chunk == parts[0].chunk
-            if same:
-                return list(promotion.locations[: promotion.usable_keys][: len(parts)])
-        locations: list[int] = []
-        location = self._session.replica.location
-        for part in parts:
-            found = location(state.group_keys(part.group, self._hashes_per_chunk)[part.chunk])
-            if not found:
-                break
-            locations.append(found)
-        return locations
-
-    def start_failing(self, state: RequestState, block_ids: Sequence[int]) -> None:
-        """Queues a job that cannot succeed, after ``start`` raised: vLLM waits for a report.
-
-        ``block_ids``: the block table of the first group.
-        """
-        if any(job.request_id == state.request_id for job in self._jobs):
-            return
-        first_block = state.computed_tokens // self._planner.groups[0].block_tokens
-        run = BlockRun(0, 0, tuple(block_ids[first_block:]))
-        self._jobs.append(
-            LoadJob(next(self._ids), state.request_id, (run,), MIN_LOAD_TIMEOUT_SECONDS)
-        )
-        state.load_failed = True
-
-    def take_jobs(self) -> tuple[list[LoadJob], list[int]]:
-        """Returns the jobs and the cancelled load ids for the next step."""
-        jobs, self._jobs = self._jobs, []
-        cancelled, self._cancelled_loads = self._cancelled_loads, []
-        return jobs, cancelled
-
-    def take_pinned(self) -> tuple[int, ...]:
-        """Returns the loads of which tierd has pinned every key since the last call."""
-        pinned = []
-        while self._session.pinned_loads:
-            number, keys = self._session.pinned_loads.popleft()
-            load = self._active.get(number)
-            if load is not None and keys == len(load.chunk_tokens):
-                pinned.append(number)
-        return tuple(pinned)
-
-    def on_load_done(self, result: LoadResult) -> None:
-        """Takes one rank's report of a load, or of the end of its copies."""
-        load = self._active.get(result.load)
-        if load is None:
-            self.counts.failures["unknown_report"] += 1
-            return
-        if result.follows:
-            if result.reason:
-                self.counts.failures["unpinned"] += 1
-        else:
-            load.ranks_unreported -= 1
-            load.keys_loaded = min(load.keys_loaded, result.keys_loaded)
-            load.seconds = max(load.seconds, result.seconds)
-            load.failure = load.failure or result.reason
-            if load.ranks_unreported == 0:
-                self._on_reported(load)
-        if result.copying:
-            return
-        load.ranks_copying -= 1
-        load.copy_seconds = max(load.copy_seconds, result.copy_seconds)
-        if load.ranks_copying > 0:
-            return
-        del self._active[result.load]
-        if load.epoch == self._session.epoch:
-            self._session.send(LoadReleased(load=result.load))
-        if load.keys_loaded == len(load.chunk_tokens):
-            self._copies.observe(sum(load.chunk_tokens), load.copy_seconds, self._clock())
-
-    def _on_reported(self, load: ActiveLoad) -> None:
-        """Every rank has reported, so vLLM resumes the request."""
-        state = load.state
-        if state.load_id == load.load_id:
-            state.load_id = 0
-        complete = load.keys_loaded == len(load.chunk_tokens)
-        # What is of use as a whole only is recomputed from the start if it is not complete.
-        useful = load.keys_loaded if complete or self._planner.prefix_only else 0
-        for index, tokens in enumerate(load.chunk_tokens[:useful]):
-            tier = load.tier(index)
-            self.counts.loaded_tokens[self._session.tier_name(tier)] += tokens
-            self.loaded_tokens[tier] += tokens
-        self.counts.load_seconds.append(load.seconds)
-        if complete:
-            return
-        self.counts.failures[load.failure.split(":")[0] or "partial"] += 1
-        if self._planner.prefix_only:
-            loaded_end = load.first_chunk + load.keys_loaded
-            end = loaded_end - 1
-        else:
-            loaded_end = load.first_chunk
-            # Less than half of what was offered.
-            end = load.first_chunk + (load.end_chunk - load.first_chunk - 1) // 2
-        state.load_failed = state.load_end is not None or end <= load.first_chunk
-        state.load_end = end
-        state.frontier.move_back(loaded_end)
+            ends_at = promotion.deadline - PROMOTION_GRACE_SECONDS
+        self.in_flight.start(state, tokens, block_tables, promotion, ends_at)
 
     def on_request_finished(self, state: RequestState) -> None:
         """The request finished or was aborted."""
         self.cancel_promotion(state)
         if state.load_id:
-            self._cancelled_loads.append(state.load_id)
+            self.in_flight.cancel(state.load_id)
 
     def on_session_lost(self) -> None:
         """Handles the loss of tierd: ends all promotions. The workers end the loads in flight."""
         pending, self._pending = self._pending, {}
         for state in pending.values():
             state.pending_promotion = None
-            self.counts.promotions["lost"] += 1
+            self.in_flight.counts.promotions["lost"] += 1
 
     def reset(self) -> None:
         """Cancels every pending promotion."""
         for state in list(self._pending.values()):
             self.cancel_promotion(state)
-
-    def token_sources(self, state: RequestState) -> dict[int, int]:
-        """Returns the tokens of a request's load in flight, by the tier where they were found."""
-        load = self._active.get(state.load_id)
-        sources: Counter[int] = Counter()
-        if load is not None:
-            for index, tokens in enumerate(load.chunk_tokens):
-                sources[load.tier(index)] += tokens
-        return dict(sources)
-
-    def has_pending_work(self) -> bool:
-        """Returns whether an engine without requests should keep stepping, so that loads end."""
-        now = self._clock()
-        return bool(self._jobs or self._cancelled_loads) or any(
-            now < load.expires_at for load in self._active.values()
-        )
-
-    @property
-    def in_flight(self) -> int:
-        """Loads that some rank has not reported."""
-        return len(self._active)

@@ -24,9 +24,9 @@ import torch
 
 from kvtier.config.models import Daemon, Structural
 from kvtier.engines.common.worker_pool import HostPoolMapper
+from kvtier.engines.common.worker_reports import OwedReports, no_open_jobs
 from kvtier.engines.common.worker_state import (
     CompletionQueue,
-    Completions,
     Counters,
     RankContext,
     RankShards,
@@ -107,7 +107,10 @@ class KVTierConnectorWorker:
         self._rank = int(getattr(vllm_config.parallel_config, "rank", 0))
         self._counters = Counters()
         self._completions = CompletionQueue(planner.prefix_only)
+        self._owed = OwedReports(self._completions, self._counters)
         self._thread: TransferThread | None = None
+        self._open_jobs = no_open_jobs
+        """Of the last thread, also after it was closed: its copies may still run."""
         self._codec: Codec | None = None
         self._weights = weights.WeightsFingerprint("", "no fingerprint was taken")
         self._identity = 0
@@ -118,8 +121,8 @@ class KVTierConnectorWorker:
         self._off_reason = "no KV cache is registered"
         self._metadata: StepMetadata | None = None
         self._stores_submitted: StepMetadata | None = None
-        self._completed = Completions()
         self._reported_counts: dict[str, int] = {}
+        self._error_logged = False
 
     @property
     def off_reason(self) -> str:
@@ -197,6 +200,7 @@ class KVTierConnectorWorker:
                 lambda pool, cancelled: register_pool(pool, device, cancelled), unregister_pool
             ),
         )
+        self._open_jobs = self._thread.open_jobs
         self._off_reason = ""
         weights.watch_sleep(self._vllm_config, self.suspend_copies, self.resume_copies)
         self._thread.start()
@@ -249,22 +253,34 @@ class KVTierConnectorWorker:
         if not isinstance(metadata, StepMetadata) or metadata is self._begun:
             return
         self._begun = metadata
-        if self._thread is not None:
-            self._thread.order_kernels()
         changed = metadata.identity > self._identity
-        if self._thread is not None and (changed or metadata.voided_stores):
-            self._thread.void_stores(None if changed else metadata.voided_stores)
+        try:
+            if self._thread is not None:
+                self._thread.order_kernels()
+                if changed or metadata.voided_stores:
+                    self._thread.void_stores(None if changed else metadata.voided_stores)
+        except Exception as error:
+            # The kernels come next, so that no copy may run, and no store be delivered.
+            logger.exception("KVTier: unexpected error before a step")
+            self._turn_off(f"{type(error).__name__}: {error}")
         if not changed:
             return
-        self._identity = metadata.identity
         self._pending_weights, self._fingerprint_due = None, True
+        self._identity = metadata.identity
         if not metadata.loads:
             self._begin_fingerprint()
 
     def _begin_fingerprint(self) -> None:
-        if self._fingerprint_due:
-            self._fingerprint_due = False
+        if not self._fingerprint_due:
+            return
+        try:
             self._pending_weights = weights.begin(self._vllm_config)
+        except Exception as error:  # the fingerprint of before must not be taken for this one
+            self._counters.add("step_errors")
+            logger.exception("KVTier: cannot take the fingerprint of the weights")
+            unknown = weights.WeightsFingerprint("", f"{type(error).__name__}: {error}")
+            self._pending_weights = weights.PendingFingerprint(unknown)
+        self._fingerprint_due = False
 
     def _take_fingerprint(self) -> None:
         """Takes the fingerprint if the device has computed it."""
@@ -272,10 +288,12 @@ class KVTierConnectorWorker:
         pending = self._pending_weights
         if pending is None or not pending.done:
             return
-        self._weights, self._pending_weights = pending.result(), None
-        self._counters.add("weights_hashed")
+        fingerprint = pending.result()
         if self._thread is not None:
-            self._thread.weights_known(self._weights.text)
+            # Loads may wait for it.
+            self._thread.weights_known(fingerprint.text)
+        self._weights, self._pending_weights = fingerprint, None
+        self._counters.add("weights_hashed")
         logger.info(
             "KVTier: rank %d hashed %d MB of weights in %.2f s, because they may have changed%s",
             self._rank,
@@ -301,7 +319,7 @@ class KVTierConnectorWorker:
         """Submits the loads of a step, and ends those that are cancelled."""
         if not isinstance(metadata, StepMetadata):
             return
-        self._metadata = metadata
+        self.enter_jobs(metadata)
         if not metadata.loads and not metadata.cancelled_loads:
             return
         fence = self._fence() if metadata.loads else None
@@ -317,6 +335,15 @@ class KVTierConnectorWorker:
             assumed[self._rank] if known else "unknown rank" if assumed else "",
         )
         self._begin_fingerprint()
+
+    def enter_jobs(self, metadata: object) -> None:
+        """Enters the jobs of a step, each of which is reported from now on, whatever fails.
+
+        Idempotent; ``start_load_kv`` begins with it.
+        """
+        if isinstance(metadata, StepMetadata) and metadata is not self._metadata:
+            self._owed.enter(metadata.loads, metadata.stores)
+            self._metadata = metadata
 
     def wait_for_save(self) -> None:
         """Submits the stores of a step. Despite vLLM's name it does not wait."""
@@ -339,19 +366,41 @@ class KVTierConnectorWorker:
             return None
         try:
             return self._thread.fence()
-        except RuntimeError as error:
+        except Exception as error:  # noqa: BLE001 - it is logged
             self._turn_off(f"cannot record a fence on the compute stream: {error}")
             return None
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Takes what has ended since the last step: (None, ids of requests whose load ended)."""
-        self.wait_for_save()
-        self._take_fingerprint()
+        self._guarded(self.wait_for_save)
+        self._guarded(self._take_fingerprint)
+        self._guarded(self._poll)
+        lost = self._owed.fail_lost(self._open_jobs)
+        if lost and self._thread is not None:
+            self._guarded(partial(self._thread.abort_lost_stores, lost))
+        completed = self._owed.take()
+        self._owed.hand_over()
+        return None, completed.recving or None
+
+    def _poll(self) -> None:
         metadata = self._metadata
         if self._thread is not None and metadata is not None:
             self._thread.poll(metadata.pinned_loads, EARLY_BYTES if metadata.idle else 0)
-        self._completed = self._completions.take()
-        return None, self._completed.recving or None
+
+    def _guarded(self, call: Callable[[], None]) -> None:
+        """Calls ``call``. What has ended is reported whether or not it raises."""
+        try:
+            call()
+        except Exception:
+            self._counters.add("step_errors")
+            if not self._error_logged:
+                self._error_logged = True
+                logger.exception("KVTier: unexpected error in a step; later ones are counted only")
+
+    def withhold_reports(self) -> None:
+        """vLLM did not get the result of ``get_finished`` or ``get_transfer_results``. The next
+        step's hooks return it."""
+        self._owed.withhold()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """As ``get_finished``, with failures by request (vLLM 0.32)."""
@@ -359,18 +408,17 @@ class KVTierConnectorWorker:
 
         _, recving = self.get_finished(finished_req_ids)
         return KVConnectorTransferResults(
-            finished_recving=recving or set(), failed_recving=set(self._completed.failed)
+            finished_recving=recving or set(), failed_recving=set(self._owed.current.failed)
         )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Returns the blocks that this step's loads did not fill; none with several groups."""
-        return set(self._completed.invalid_blocks)
+        return set(self._owed.current.invalid_blocks)
 
     def build_connector_worker_meta(self) -> WorkerReport:
         """Returns the report for the scheduler side, of the same moment as ``get_finished``."""
-        metadata, completed = self._metadata, self._completed
-        self._completed = Completions()
-        return WorkerReport(
+        metadata, completed = self._metadata, self._owed.current
+        report = WorkerReport(
             step=metadata.step if metadata is not None else 0,
             ranks=1,
             loads=completed.loads,
@@ -381,6 +429,8 @@ class KVTierConnectorWorker:
             if metadata is not None and metadata.report_weights and self._weights_settled
             else (),
         )
+        self._owed.reported()
+        return report
 
     @property
     def _weights_settled(self) -> bool:
@@ -411,6 +461,7 @@ class KVTierConnectorWorker:
 
     def _close(self) -> None:
         thread, self._thread = self._thread, None
+        self._completions.epoch = 0
         if thread is not None:
             thread.close(SHUTDOWN_SECONDS)
 

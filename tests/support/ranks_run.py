@@ -1,0 +1,248 @@
+"""Runs prompts on engines with several ranks: without KVTier, with it, and after a restart.
+
+    python ranks_run.py SPECIFICATION DIRECTORY
+
+``SPECIFICATION``: JSON with ``model`` ("llama", or a name of ``hybrid_models``), ``layers`` (of
+"llama"), ``options`` (of ``vllm.LLM``), ``environment`` and ``engines``, the number of engines with
+data parallelism that serve at the same time. Prints one line of JSON, as ``hybrid_run`` does, by
+engine.
+
+Every engine is a child that is forked after the import of vLLM, which takes most of an engine's
+start, and its ranks are forked by vLLM.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import multiprocessing
+import os
+import select
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvtier.config.models import Topology
+from kvtier.config.writer import write
+from kvtier.harness.engine_process import cpu_environment, free_port, quiet_environment
+from kvtier.harness.engine_testbed import ENGINE_OPTIONS, EngineOptions
+from kvtier.harness.tiny_model import TinyLlama, write_llama
+
+# The directory of this script is on the path, and no package.
+hybrid_models = importlib.import_module("hybrid_models")
+hybrid_run = importlib.import_module("hybrid_run")
+ENGINE_SECONDS = 300.0
+"""Only an engine that hangs takes as long."""
+Stage = Callable[[dict[str, Any], list[list[int]], dict[str, Any]], dict[str, Any]]
+
+
+def repair_pipelines() -> None:
+    """The CPU runner of vLLM 0.32 does not allocate the tensors that a later stage receives."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    gather = GPUModelRunner.sync_and_gather_intermediate_tensors
+
+    def gather_allocated(self: Any, *arguments: Any, **named: Any) -> Any:
+        if self.intermediate_tensors is None:
+            self.intermediate_tensors = self.model.make_empty_intermediate_tensors(
+                batch_size=self.max_num_tokens,
+                dtype=self.model_config.dtype,
+                device=self.device,
+            )
+        return gather(self, *arguments, **named)
+
+    GPUModelRunner.sync_and_gather_intermediate_tensors = gather_allocated
+
+
+def fork_ranks() -> None:
+    """vLLM's CPU engine spawns the processes of its ranks, which import everything again."""
+    from vllm.v1.executor import multiproc_executor
+
+    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+
+
+@dataclass
+class Child:
+    """A forked process that computes one JSON value."""
+
+    pid: int
+    pipe: int
+
+    @classmethod
+    def start(cls, compute: Callable[[], Any], environment: dict[str, str]) -> Child:
+        """Forks. ``environment``: more variables of the child."""
+        read, write_end = os.pipe()
+        pid = os.fork()
+        if pid:
+            os.close(write_end)
+            return cls(pid, read)
+        os.setsid()
+        os.environ.update(environment)
+        try:
+            answer = json.dumps({"result": compute()})
+        except BaseException as error:
+            traceback.print_exc()
+            answer = json.dumps({"error": f"{type(error).__name__}: {error}"})
+        with os.fdopen(write_end, "w") as pipe:
+            pipe.write(answer + "\n")
+        os._exit(0)
+
+    def result(self) -> Any:
+        """Waits for the value, and ends the child with its ranks and its tierd."""
+        deadline = time.monotonic() + ENGINE_SECONDS
+        content = b""
+        try:
+            while not content.endswith(b"\n"):
+                left = max(0.0, deadline - time.monotonic())
+                if not select.select([self.pipe], [], [], left)[0]:
+                    raise TimeoutError(f"an engine did not answer within {ENGINE_SECONDS:.0f} s")
+                piece = os.read(self.pipe, 1 << 20)
+                if not piece:
+                    raise RuntimeError("an engine ended without an answer")
+                content += piece
+        finally:
+            try:
+                os.killpg(self.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            os.waitpid(self.pid, 0)
+            os.close(self.pipe)
+        answer = json.loads(content)
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
+        return answer["result"]
+
+
+def _plain(options: dict[str, Any], wanted: list[list[int]], _: dict[str, Any]) -> dict[str, Any]:
+    engine = hybrid_run._Engine(options)
+    return {"plain": engine.pass_over(wanted)}
+
+
+def _first(options: dict[str, Any], wanted: list[list[int]], _: dict[str, Any]) -> dict[str, Any]:
+    engine = hybrid_run._Engine(options)
+    engine.wait("not attached", engine.attached)
+    result = {"first": engine.pass_over(wanted)}
+    engine.wait("not stored", engine.stored)
+    result["ram"] = engine.pass_over(wanted)
+    loads = engine.scheduler.loads
+    result["groups"] = [str(group) for group in engine.scheduler._planner.groups]
+    result["ranks"] = engine.scheduler._planner.ranks
+    result["failures"] = dict(loads.in_flight.counts.failures)
+    result["objects"] = len(engine.scheduler.session.replica)
+    result["namespace"] = engine.scheduler.session.ready.namespace
+    engine.close()
+    return result
+
+
+def _restarted(
+    options: dict[str, Any], wanted: list[list[int]], first: dict[str, Any]
+) -> dict[str, Any]:
+    engine = hybrid_run._Engine(options)
+    engine.wait("not attached after the restart", engine.attached)
+    replica = hybrid_run.replica_of(engine)
+    engine.wait("files not found", lambda: len(replica) >= first["objects"])
+    result = {"restarted": engine.pass_over(wanted)}
+    result["failures_restarted"] = dict(engine.scheduler.loads.in_flight.counts.failures)
+    engine.close()
+    return result
+
+
+class Run:
+    """One specification in one directory."""
+
+    def __init__(self, specification: dict[str, Any], directory: Path) -> None:
+        options = dict(specification["options"])
+        if options.get("pipeline_parallel_size", 1) > 1:
+            repair_pipelines()
+        topology = directory / "topology"
+        topology.mkdir(parents=True)
+        (directory / "files").mkdir()
+        name = specification["model"]
+        if name == "llama":
+            shape = TinyLlama(layers=specification.get("layers", 4), kv_heads=4)
+            model, chunk = write_llama(directory / "model", shape), 64
+        else:
+            family = hybrid_models.MODELS[name]
+            chunk = family.chunk_tokens
+            model = Child.start(
+                lambda: str(hybrid_models.write_hybrid(name, directory / "model")), {}
+            ).result()
+            options = {**family.engine, **options}
+        run_directory = Path("/dev/shm") / f"kvtier-ranks-{os.getpid()}"
+        tuning = EngineOptions(chunk_tokens=chunk, persistence="Process")
+        structural = tuning.structural("ranks", run_directory, directory / "files")
+        write(topology, Topology(structural=structural, live=tuning.live()))
+        self.plain = {
+            **ENGINE_OPTIONS,
+            "disable_log_stats": True,
+            "model": str(model),
+            **options,
+        }
+        self.kvtier = {
+            **self.plain,
+            "kv_transfer_config": {
+                "kv_connector": "KVTierConnector",
+                "kv_connector_module_path": "kvtier.engines.vllm.connector",
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": {"topology": str(topology)},
+            },
+        }
+        self.engines = specification.get("engines", 1)
+        self.environment = specification.get("environment", {})
+        self.wanted = hybrid_run.prompts(chunk)
+
+    def stage(self, stage: Stage, options: dict[str, Any], *before: dict[str, Any]) -> Any:
+        """Runs a stage in every engine at the same time; the result of each."""
+        ports = {"VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(free_port())}
+        children = []
+        for number in range(self.engines):
+            known = before[number] if before else {}
+            environment = dict(self.environment)
+            if self.engines > 1:
+                environment |= {
+                    **ports,
+                    "VLLM_DP_SIZE": str(self.engines),
+                    "VLLM_DP_RANK": str(number),
+                    "VLLM_DP_RANK_LOCAL": str(number),
+                }
+            children.append(
+                Child.start(lambda known=known: stage(options, self.wanted, known), environment)
+            )
+        return [child.result() for child in children]
+
+    def all(self) -> list[dict[str, Any]]:
+        """All three engines, or the three generations of each."""
+        started = time.monotonic()
+        plain = self.stage(_plain, self.plain)
+        first = self.stage(_first, self.kvtier)
+        again = self.stage(_restarted, self.kvtier, *first)
+        seconds = {"seconds": round(time.monotonic() - started, 1)}
+        return [{**a, **b, **c, **seconds} for a, b, c in zip(plain, first, again, strict=True)]
+
+
+def main() -> None:
+    """Command line: see the module's text."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    os.environ.update(quiet_environment())
+    os.environ.update(cpu_environment())
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["PYTHONHASHSEED"] = "0"
+    import vllm  # noqa: F401 - once for all children
+
+    fork_ranks()
+    directory = Path(sys.argv[2])
+    for number, specification in enumerate(json.loads(sys.argv[1])):
+        result = Run(specification, directory / str(number)).all()
+        answers.write(json.dumps(result) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()
