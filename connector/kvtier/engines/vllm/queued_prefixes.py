@@ -110,7 +110,7 @@ class QueuedPrefixes:
                 self._keep_later.append((until, state))
                 continue
             keys = self._missing(state)
-            prefetch = self._send(keys) if keys else 0
+            prefetch = self._send(keys, state) if keys else 0
             self.outcomes["started" if prefetch else "nothing_missing"] += 1
             if prefetch:
                 self._kept.append((until, prefetch))

@@ -16,6 +16,7 @@ import contextlib
 import errno
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -55,7 +56,7 @@ class TenantShares:
         self._remove = remove
         self._wall = wall
         self._lock = threading.Lock()
-        self._evicted = self._expired = 0
+        self._removed: Counter[str] = Counter()
 
     def configure(self, limits: TierLimits) -> None:
         """Applies changed limits. A lowered share is reached within rounds of maintenance."""
@@ -63,10 +64,15 @@ class TenantShares:
 
     def counts(self) -> Mapping[tuple[str, str], int]:
         """What was removed, by the name of a counter and its reason."""
+        with self._lock:
+            found = dict(self._removed)
         return {
-            ("tier_expired", ""): self._expired,
-            ("tier_tenant_evictions", ""): self._evicted,
+            (name, ""): found.get(name, 0) for name in ("tier_expired", "tier_tenant_evictions")
         }
+
+    def _note_removed(self, name: str) -> None:
+        with self._lock:
+            self._removed[name] += 1
 
     @contextlib.contextmanager
     def claimed(self, ref: ObjectRef, meta: ObjectMeta, size_bytes: int) -> Iterator[None]:
@@ -98,8 +104,7 @@ class TenantShares:
 
     def _evict(self, namespace: str, key: bytes) -> None:
         self._remove(namespace, key)
-        with self._lock:
-            self._evicted += 1
+        self._note_removed("tier_tenant_evictions")
 
     def maintain(self, leads: bool) -> None:
         """One round. ``leads``: this process is the leader of the directory."""
@@ -107,7 +112,7 @@ class TenantShares:
         for namespace, key in self._index.expired(self._wall(), REMOVED_PER_ROUND):
             with contextlib.suppress(TierError):
                 self._remove(namespace, key)
-                self._expired += 1
+                self._note_removed("tier_expired")
         for _ in range(REMOVED_PER_ROUND if leads else 0):
             victim = self._index.oldest_above_share()
             if victim is None:
