@@ -58,7 +58,8 @@ class Lifetimes:
         """Applies the limit for pinned bytes. What exceeds a lowered one is no longer pinned, the
         pins that end first going last."""
         self._max_pinned_percent = max_pinned_percent
-        if self.pinned_bytes <= self._limit_bytes:
+        exceeded = any(size > self._limit_of(tenant) for tenant, size in self.pinned_by.items())
+        if not exceeded and self.pinned_bytes <= self._limit_bytes:
             return
         pinned = [entry for entry in self._resident.entries() if entry.pinned_until]
         for entry in sorted(pinned, key=lambda each: -each.pinned_until):

@@ -104,6 +104,15 @@ class TestPinned:
         assert fixture.store.pinned_by_requests == 4 * PAGE
         assert counted(fixture, "pins_ended", "limit") == 6
 
+    def test_a_lowered_share_ends_pins_of_tenants_above_their_part(self) -> None:
+        fixture = store(pinned_percent=50, share=100)
+        fixture.put_prompt(*range(8), owner=Owner(A, pin=True))
+        fixture.put_prompt(20, owner=Owner(B, pin=True))
+        fixture.store.configure(live(shares=(20, 50), disk=DISK))
+        assert fixture.store._lifetimes.pinned_by == {A: 4 * PAGE, B: PAGE}
+        fixture.pump()
+        check_kept_objects(fixture.store, fixture.clock.now)
+
     def test_a_tier_whose_objects_are_all_in_use_gives_no_credits_and_never_blocks(self) -> None:
         fixture = store(pinned_percent=80, slots=10)
         for chunk in range(20):
