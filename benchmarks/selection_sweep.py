@@ -12,15 +12,19 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from types import ModuleType
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "connector"))
 
-from tests.support.simulated_request import Choice, Simulation
-from tests.support.simulated_tier import SimulatedTier
+# The repository's tests, and not a package of that name that another distribution has installed.
+sys.modules["tests"] = ModuleType("tests")
+sys.modules["tests"].__path__ = [str(Path(__file__).resolve().parents[1] / "tests")]
+from tests.support.simulated_request import Choice, Simulation  # noqa: E402
+from tests.support.simulated_tier import SimulatedTier  # noqa: E402
 
-from common import options, progress, report
-from kvtier.store.cost_model import Prefill
+from common import options, progress, report  # noqa: E402
+from kvtier.store.cost_model import Prefill  # noqa: E402
 
 MIB = 1 << 20
 ENGINES = {

@@ -140,6 +140,7 @@ def run_schedule(seed: int) -> dict[str, int]:
         progress=random.choice((0.1, 0.3, 1.0)),
         load_fails=random.choice((0.0, 0.0, 0.1)),
         repeats=0.1,
+        drains=random.choice((0.2, 1.0)),
     )
     longest = min(72, options.num_blocks * BLOCK - SUCCESSOR_TOKENS)
     sequences: list[StandInSequence] = []
@@ -157,7 +158,7 @@ def run_schedule(seed: int) -> dict[str, int]:
             successors += 1
             again = predecessor.token_ids[: predecessor.num_prompt_tokens]
             sequences.append(bench.add(again, SUCCESSOR_TOKENS, predecessor.id))
-    bench.tiers.ranks.faults.progress = 1.0
+    bench.tiers.ranks.faults.progress = bench.tiers.ranks.faults.drains = 1.0
     if not bench.tiers.tierd.attached:
         bench.tiers.tierd.attach()
     steps = bench.engine.steps

@@ -336,11 +336,13 @@ class _RankJob:
 
 @dataclass(slots=True)
 class RankFaults:
-    """Probabilities: of progress per turn, of a load that fails, and of a second report."""
+    """Probabilities: of progress per turn, of a load that fails, and of a second report; ``drains``
+    is that of progress of a cancelled load, relative to others."""
 
     progress: float = 0.6
     load_fails: float = 0.0
     repeats: float = 0.0
+    drains: float = 1.0
 
 
 @dataclass(slots=True)
@@ -373,7 +375,8 @@ class SimulatedRanks:
     def finished(self) -> KVConnectorOutput:
         """Lets every job progress, and returns what has ended on all ranks."""
         for job in list(self._jobs):
-            if self.random.random() < self.faults.progress:
+            slower = self.faults.drains if job.cancelled else 1.0
+            if self.random.random() < self.faults.progress * slower:
                 self._advance(job)
         output = KVConnectorOutput()
         for operation, results in list(self._reports.items()):
@@ -382,7 +385,9 @@ class SimulatedRanks:
                 self._past.append((operation, all(results)))
                 self._add(output, operation, all(results))
         if self._past and self.random.random() < self.faults.repeats:
-            loading = {job.job.operation.req_id for job in self._jobs}
+            loading = {
+                job.job.operation.req_id for job in self._jobs if isinstance(job.job, AtomLoad)
+            }
             past = [each for each in self._past if each[0].req_id in loading] or self._past
             operation, succeeded = self.random.choice(past)
             self._add(output, operation, succeeded)

@@ -96,7 +96,15 @@ class MemoryCache:
                     return
                 transfer.loaded = index + 1
         finally:
+            if transfer.failure in ("missing", "damaged"):
+                self._find_missing(transfer)
             transfer.gate.close()
+
+    def _find_missing(self, transfer: LoadTransfer) -> None:
+        for index in range(transfer.loaded, len(transfer.keys)):
+            with self._storage.lock:
+                if transfer.keys[index] not in self._shards:
+                    transfer.missing.append(index)
 
     def _copy(self, transfer: LoadTransfer, run: Any, shard: memoryview) -> bool:
         if transfer.gate.run(lambda: self._copier.load(run, shard, transfer.fence)):

@@ -1,9 +1,9 @@
 """Requests in simulated time: the real store, simulated tiers, and an engine of known speed.
 
 A request asks for its prompt's chunks as the scheduler side does, gets what the store brings, and
-computes the rest. Its time to first token is the wait plus that computation: copies, messages and
-engine steps take no time, so that only selection and deadline count. Requests do not delay one
-another.
+computes the rest. Its time to first token is the wait plus that computation: messages and engine
+steps take no time, nor do copies unless a simulation gives them a speed, so that only selection and
+deadline count. Requests do not delay one another.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from kvtier.store.store import TierStore
 from kvtier.store.types import (
     EngineInfo,
     KeysEvicting,
+    PromotionArriving,
     PromotionEnded,
     StoreCounters,
 )
@@ -67,6 +68,11 @@ class SimulatedRequest:
     waited_seconds: float = 0.0
     first_token_seconds: float = math.inf
     tiers: tuple[int, ...] = ()
+    copied_at: float = 0.0
+    """When the copies of what has arrived end."""
+    announced: int = 0
+    """Keys of which the engine was told before the end of the promotion."""
+    predicted: int = 0
     recompute_seconds: float = field(default=math.inf)
 
     @property
@@ -89,7 +95,13 @@ class Simulation:
         threads: int = 8,
         load_timeout_seconds: int = 600,
         selection: Selection = Selection.COST,
+        copy_bytes_per_second: float = math.inf,
+        early: bool = True,
     ) -> None:
+        """``copy_bytes_per_second``: of the link to the GPU. ``early``: the engine copies what has
+        arrived before the promotion has ended."""
+        self._copy_seconds = chunk_bytes / copy_bytes_per_second
+        self._early = early
         self.engine = engine
         self.tiers = list(tiers)
         self.clock = ManualClock()
@@ -166,7 +178,10 @@ class Simulation:
             return request
         self._numbers += 1
         ends = tuple((i + 1) * self._chunk_tokens for i in range(len(keys)))
-        shape = PrefixCost(0, ends, self.prefill.estimate()) if choice is Choice.SELECTION else None
+        shape = None
+        if choice is Choice.SELECTION:
+            copy_seconds = self._copy_seconds if self._early else 0.0
+            shape = PrefixCost(0, ends, self.prefill.estimate(), copy_seconds=copy_seconds)
         self._waiting[self._numbers] = request
         self.store.promote(
             ENGINE, self._numbers, [(0, key) for key in keys], self._limit_seconds, shape
@@ -230,6 +245,8 @@ class Simulation:
             for event in self.store.take_events():
                 if isinstance(event, KeysEvicting):
                     self.store.acknowledge_eviction(event.token)
+                elif isinstance(event, PromotionArriving):
+                    self._arriving(event)
                 elif isinstance(event, PromotionEnded):
                     self._ended(event)
             others = [call for call in self._io.pending if not call.lane.startswith("read:")]
@@ -265,16 +282,34 @@ class Simulation:
                 free -= 1
         return started
 
+    def _copy(self, request: SimulatedRequest, keys: int) -> None:
+        """Copies of so many more keys follow those that were submitted before."""
+        start = max(request.copied_at, self.clock.now)
+        request.copied_at = start + keys * self._copy_seconds
+
+    def _arriving(self, event: PromotionArriving) -> None:
+        request = self._waiting[event.promotion]
+        assert event.first == request.announced
+        if not request.announced:
+            keys = [(0, key) for key in request.keys[: event.predicted]]
+            self.store.load(ENGINE, event.promotion, event.promotion, keys)
+            request.predicted = event.predicted
+        request.announced += len(event.locations)
+        self._copy(request, len(event.locations))
+
     def _ended(self, event: PromotionEnded) -> None:
         request = self._waiting.pop(event.promotion)
         request.usable = event.usable
         request.tiers = event.tiers
         there = event.usable * self._chunk_tokens
-        request.waited_seconds = self.clock.now - request.asked_at
+        self._copy(request, event.usable - request.announced)
+        request.waited_seconds = max(request.copied_at, self.clock.now) - request.asked_at
         rest = self.engine.seconds(there, request.prompt_tokens)
         request.first_token_seconds = request.waited_seconds + rest
         self._observe(there, request.prompt_tokens)
-        if event.usable:
+        if request.announced:
+            self.store.release_load(ENGINE, event.promotion)
+        elif event.usable:
             keys = [(0, key) for key in request.keys[: event.usable]]
             self.store.load(ENGINE, event.promotion, event.promotion, keys)
             self.store.release_load(ENGINE, event.promotion)

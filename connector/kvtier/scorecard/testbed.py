@@ -35,6 +35,8 @@ MEMORY_BYTES = 2 * MIB
 CAPACITY_BYTES = 24 * MIB
 BUDGET_SECONDS = 0.5
 """How long a load may wait."""
+FILL_SECONDS = 300.0
+"""A slow machine needs several attempts to write what little RAM keeps for a short time only."""
 BREAKER = BreakerSettings(failure_threshold=5, period_seconds=2)
 PAUSE_SECONDS = 0.01
 SAMPLE_SECONDS = 0.25
@@ -186,7 +188,7 @@ class FaultTestbed:
 
     def fill(self) -> None:
         """Stores until every chunk of the rotation is in a file. Raises ``TimeoutError``."""
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + FILL_SECONDS
         self.wait(lambda: self.engine.can_store, "a session")
         while missing := [number for number in range(KEYS) if not self.in_file(number)]:
             if time.monotonic() > deadline:

@@ -159,7 +159,9 @@ class PrefixCost:
 
     ``ends[i]``: tokens of the prompt up to the end of key i; the first key begins at
     ``start_tokens``. ``prefill``: None without an estimate. ``waited_seconds``: time since the
-    request's first lookup. ``whole``: the keys are of use together only.
+    request's first lookup. ``whole``: the keys are of use together only. ``copy_seconds``: how
+    long the engine takes to copy one key to its GPU; 0 if it must not load keys before all have
+    arrived.
     """
 
     start_tokens: int
@@ -167,13 +169,15 @@ class PrefixCost:
     prefill: Prefill | None = None
     waited_seconds: float = 0.0
     whole: bool = False
+    copy_seconds: float = 0.0
 
     def is_valid(self, keys: int) -> bool:
         """Whether this describes ``keys`` keys. It comes from an engine, and is not trusted."""
         if len(self.ends) != keys or (self.prefill is not None and not self.prefill.usable):
             return False
         rising = all(a < b for a, b in pairwise((self.start_tokens, *self.ends)))
-        return rising and self.start_tokens >= 0 and 0 <= self.waited_seconds < math.inf
+        times = (self.waited_seconds, self.copy_seconds)
+        return rising and self.start_tokens >= 0 and all(0 <= each < math.inf for each in times)
 
 
 class PrefillModel:

@@ -109,6 +109,10 @@ COUNTERS: dict[str, CounterLabels] = {
     "prefetches_rejected": _global("Prefetches that did not begin, by reason.", "too_many"),
     "promotion_leases_expired": _global("Promotions whose result was not used in time."),
     "promotions": _global("Promotions that began."),
+    "promotions_answered_early": _global(
+        "Promotions that were answered before all keys had arrived, because the rest was expected "
+        "to arrive while the engine copied them."
+    ),
     "promotions_cut": _global(
         "Prefixes of promotions that were cut, by reason.",
         *READ_ERRORS, "absent", "breaker", "fenced", "no_slot", "no_time",

@@ -8,7 +8,7 @@ Plain state without rules. ``transfers`` owns reservations and loads, ``promotio
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvtier.keys import group_prefix
@@ -94,13 +94,17 @@ class Promotion:
     * ``end_tokens``: prompt tokens that are covered once the key has arrived. Empty where the
       engine did not say.
     * ``deadline``: how long to wait, counted from ``started_at``.
+    * ``copy_seconds``: how long the engine takes to copy one key; 0 if the promotion is answered at
+      its end only. ``announced``: how many keys the engine was told of before the end.
+    * ``load``: number of the load that has started before the end, 0 if none; ``on_end`` is called
+      with the pinned objects when there are no more to come.
     """
 
     __slots__ = (
-        "arrived", "batches", "deadline", "end_tokens", "ended", "engine", "entries", "groups",
-        "keys", "limit", "looked_up", "not_started", "number", "owner", "parallel", "reads",
-        "sources",
-        "started_at", "tiers", "timer", "verifying",
+        "announced", "arrived", "batches", "copy_seconds", "deadline", "end_tokens", "ended",
+        "engine", "entries", "groups", "keys", "limit", "load", "looked_up", "not_started",
+        "number", "on_end", "owner", "parallel", "reads", "sources", "started_at", "tiers",
+        "timer", "verifying",
     )  # fmt: skip
 
     def __init__(
@@ -126,6 +130,10 @@ class Promotion:
         self.started_at = 0.0
         self.timer: Timer | None = None
         self.ended = False
+        self.copy_seconds = 0.0
+        self.announced = 0
+        self.load = 0
+        self.on_end: Callable[[list[Entry]], None] | None = None
         self.looked_up = False
         """It only waits for a lookup; another takes its place if keys are found."""
 

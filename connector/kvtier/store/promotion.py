@@ -24,19 +24,29 @@ from kvtier.store.memory_tier import ResidentObjects
 from kvtier.store.operations import EngineState, Promotion
 from kvtier.store.recovery import RecoveredObjects
 from kvtier.store.secondary_tier import SecondaryTiers
-from kvtier.store.selection import LOOKUP_SHARE, LoadPlanner, PrefixSources
+from kvtier.store.selection import (
+    LOOKUP_SHARE,
+    MARGIN,
+    SPREAD_FACTOR,
+    LoadPlanner,
+    PrefixSources,
+)
 from kvtier.store.state import Entry
 from kvtier.store.tier_group import TierGroup
 from kvtier.store.tier_reads import TierReads
 from kvtier.store.types import (
     NO_OPTIONS,
     Owner,
+    PromotionArriving,
     PromotionEnded,
     PromotionOptions,
     PromotionOutcome,
 )
 
 LEASE_SECONDS = 60.0
+ANNOUNCED_PARTS = 16
+"""An engine that loads before a promotion has ended is told of the keys that arrive in about so
+many parts. The copy of the last part cannot overlap with the reads."""
 MAX_PROMOTIONS = 1_024
 """Per engine, leases included. A scheduler lets 32 requests wait at a time."""
 MAX_BUDGET_SECONDS = 600.0
@@ -263,6 +273,8 @@ class Promotions:
             promotion.parallel = chosen.parallel
         promotion.deadline = deadline
         promotion.end_tokens = cost.ends if cost is not None else ()
+        if cost is not None and not cost.whole:
+            promotion.copy_seconds = cost.copy_seconds
         promotion.started_at = self._context.clock() - waited
         return promotion
 
@@ -498,12 +510,66 @@ class Promotions:
         if not promotion.reads and not promotion.verifying:
             self._end(promotion, False)
             return
+        self._announce(promotion)
         expires_at, timer = promotion.expires_at(), promotion.timer
         if timer is None or timer.when < expires_at:
             promotion.stop_timer()
             promotion.timer = self._context.timers.at(
                 expires_at, partial(self._time_out, promotion)
             )
+
+    def _announce(self, promotion: Promotion) -> None:
+        """Tells the engine which keys have arrived, once the rest is expected to arrive while it
+        copies them; from then on in parts, so that there are few messages."""
+        known, arrived = promotion.announced, promotion.arrived
+        if known:
+            due = arrived - known >= max(1, promotion.limit // ANNOUNCED_PARTS)
+        else:
+            due = arrived > 0 and self._arrives_within(promotion, arrived * promotion.copy_seconds)
+            if due:
+                self._context.count("promotions_answered_early")
+        if not due:
+            return
+        promotion.announced = arrived
+        entries = promotion.entries[known:arrived]
+        self._context.emit(
+            PromotionArriving(
+                promotion.engine.name,
+                promotion.number,
+                promotion.limit,
+                known,
+                tuple(promotion.tiers[known:arrived]),
+                tuple(entry.location for entry in entries if entry is not None),
+            )
+        )
+
+    def _arrives_within(self, promotion: Promotion, seconds: float) -> bool:
+        """Whether every key that is missing is expected within ``seconds``, by the measurements of
+        its tier and with the margin of the selection."""
+        if seconds <= 0 or promotion.verifying:
+            return False
+        now = self._context.clock()
+        sizes: dict[int, list[int]] = {}
+        for position, read in promotion.reads.items():
+            sizes.setdefault(promotion.sources[position], [])
+            if read.slot is None or not self._reads.can_join(read, now):
+                return False
+        for source, positions in promotion.not_started.items():
+            slot_bytes = promotion.engine.info.slot_bytes
+            sizes.setdefault(source, []).extend(
+                slot_bytes[promotion.groups[position]] for position in positions
+            )
+        for source, waiting in sizes.items():
+            if not source:
+                return False
+            estimate, threads, reads, size_bytes = self._tiers.groups[source - 1].load(now)
+            if estimate is None:
+                return False
+            rounds = -(-(reads + len(waiting)) // threads)
+            expected = estimate.seconds(rounds, size_bytes + sum(waiting))
+            if expected * (1 + MARGIN + SPREAD_FACTOR * estimate.spread) > seconds:
+                return False
+        return True
 
     def _time_out(self, promotion: Promotion) -> None:
         promotion.timer = None
@@ -540,7 +606,15 @@ class Promotions:
                 tuple(entry.location for entry in promotion.entries[:usable] if entry is not None),
             )
         )
-        if usable:
+        if promotion.on_end is not None:
+            # A load has started: it takes over what has arrived.
+            if not cancelled:
+                promotion.on_end(
+                    [entry for entry in promotion.entries[:usable] if entry is not None]
+                )
+            self._give_up(promotion, 0)
+            del engine.promotions[number]
+        elif usable:
             promotion.timer = self._context.timers.at(
                 self._context.clock() + LEASE_SECONDS, partial(self._expire_lease, promotion)
             )

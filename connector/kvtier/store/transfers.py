@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import partial
 
 from kvtier.store.admission import SeenKeys
 from kvtier.store.allocator import SlotAllocator
@@ -21,7 +22,7 @@ from kvtier.store.presence import PresenceIndex
 from kvtier.store.promotion import ObjectSources, Promotions
 from kvtier.store.slot_pool import SlotPool
 from kvtier.store.state import Entry, Slot, SlotState
-from kvtier.store.types import NO_OWNER, ChunkId, Owner
+from kvtier.store.types import NO_OWNER, ChunkId, LoadExtended, Owner
 from kvtier.store.write_through import Checksummer
 
 MAX_EARLY = 4_096
@@ -287,14 +288,39 @@ class StoreLoads:
             resident.pin(entry)
             resident.hit(entry)
             entries.append(entry)
-        if promotion is not None:
+        engine.loads[number] = entries
+        if promotion is not None and not promotion.ended and promotion.announced:
+            promotion.load = number
+            promotion.on_end = partial(self._extend, engine, number, list(keys))
+        elif promotion is not None:
             self._promotions.release(promotion)
         elif promotion_number:
             context.count("loads_without_promotion")
-        engine.loads[number] = entries
         context.count("loads")
         self._note_use(engine, entries)
         return len(entries)
+
+    def _extend(
+        self,
+        engine: EngineState,
+        number: int,
+        keys: Sequence[tuple[int, bytes]],
+        arrived: Sequence[Entry],
+    ) -> None:
+        """The promotion of a load that has started has ended: pins what has arrived since then."""
+        entries = engine.loads.get(number)
+        if entries is None:
+            return
+        new: list[Entry] = []
+        for entry, (group, block_hash) in list(zip(arrived, keys, strict=False))[len(entries) :]:
+            if entry.key != engine.key(group, block_hash):
+                break
+            self._resident.pin(entry)
+            self._resident.hit(entry)
+            new.append(entry)
+        entries += new
+        self._note_use(engine, new)
+        self._context.emit(LoadExtended(engine.name, number, len(entries)))
 
     def _note_use(self, engine: EngineState, entries: list[Entry]) -> None:
         """Tells the tiers that hold the objects, and brings the objects to those that do not."""
@@ -328,6 +354,9 @@ class StoreLoads:
         if entries is None:
             self._context.violation("unknown_load")
             return
+        for promotion in list(engine.promotions.values()):
+            if promotion.load == number:
+                self._promotions.release(promotion)
         for entry in entries:
             self._resident.unpin(entry)
 

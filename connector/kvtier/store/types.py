@@ -212,7 +212,38 @@ class PromotionEnded:
     locations: tuple[int, ...]
 
 
-StoreEvent = CreditsGranted | PresenceChanged | KeysEvicting | UsableTiersChanged | PromotionEnded
+@dataclass(frozen=True, slots=True)
+class PromotionArriving:
+    """Before the end of a promotion: keys have arrived, and the rest of the first ``predicted``
+    keys is expected to arrive while what has arrived is copied. ``first``: position of the first
+    one in ``tiers`` and ``locations``; earlier ones were announced before."""
+
+    engine: str
+    promotion: int
+    predicted: int
+    first: int
+    tiers: tuple[int, ...]
+    locations: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadExtended:
+    """A load that began before its promotion had ended now pins its first ``keys`` keys."""
+
+    engine: str
+    load: int
+    keys: int
+
+
+StoreEvent = (
+    CreditsGranted
+    | PresenceChanged
+    | KeysEvicting
+    | UsableTiersChanged
+    | PromotionEnded
+    | PromotionArriving
+    | LoadExtended
+)
 
 
 @dataclass(slots=True)

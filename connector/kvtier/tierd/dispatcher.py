@@ -21,8 +21,10 @@ from kvtier.store.types import (
     ChunkId,
     CreditsGranted,
     KeysEvicting,
+    LoadExtended,
     Owner,
     PresenceChanged,
+    PromotionArriving,
     PromotionEnded,
     PromotionOptions,
     StoreCounters,
@@ -34,6 +36,7 @@ from kvtier.tierd.replication import ReplicaPublisher
 from kvtier.tierd.sessions import EngineSessions, Session
 from kvtier.tierd.wire import (
     Abort,
+    Arriving,
     Cancel,
     Credits,
     Deliver,
@@ -60,7 +63,12 @@ def _prefix_cost(message: Promote) -> PrefixCost | None:
         return None
     prefill = Prefill(message.alpha, message.beta) if message.alpha or message.beta else None
     return PrefixCost(
-        message.start_tokens, message.ends, prefill, message.waited_seconds, message.whole
+        message.start_tokens,
+        message.ends,
+        prefill,
+        message.waited_seconds,
+        message.whole,
+        message.copy_seconds,
     )
 
 
@@ -291,7 +299,9 @@ class Dispatcher:
             if engine.info is not None and engine.info.persistent:
                 self._describe(engine.info.namespace, engine.canonical)
 
-    def _send_to_scheduler(self, event: CreditsGranted | PromotionEnded) -> None:
+    def _send_to_scheduler(
+        self, event: CreditsGranted | PromotionEnded | PromotionArriving | LoadExtended
+    ) -> None:
         engine = self._engines.get(event.engine)
         if engine is None or engine.scheduler is None:
             return
@@ -299,8 +309,23 @@ class Dispatcher:
         if isinstance(event, CreditsGranted):
             self._send(route, Credits(group=event.group, slots=event.slots))
             return
+        if isinstance(event, LoadExtended):
+            self._send(route, LoadPinned(load=event.load, keys=event.keys))
+            return
         # A promotion's keys must be in the replica before its end is announced.
         self._publisher.flush()
+        if isinstance(event, PromotionArriving):
+            self._send(
+                route,
+                Arriving(
+                    promotion=event.promotion,
+                    predicted=event.predicted,
+                    first=event.first,
+                    tiers=event.tiers,
+                    locations=event.locations,
+                ),
+            )
+            return
         self._send(
             route,
             Promoted(

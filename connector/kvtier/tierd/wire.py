@@ -137,6 +137,8 @@ class Promote(Message, frozen=True, kw_only=True):
     ``waited_seconds``: time since the request's deadline clock started. ``look_up``: keys that are
     in no index are looked up in the tiers first, within ``lookupTimeoutMilliseconds``.
     ``whole``: the keys are of use together only, so all or none are read; needs ``ends``.
+    ``copy_seconds``: how long the engine takes to copy one key to its GPU; needs ``ends``. With it
+    the promotion may be answered by ``Arriving`` before its end; 0: it is not.
     ``owner``: of the request.
     """
 
@@ -150,6 +152,7 @@ class Promote(Message, frozen=True, kw_only=True):
     waited_seconds: float = 0.0
     whole: bool = False
     look_up: bool = False
+    copy_seconds: float = 0.0
     owner: Owner = NO_OWNER
 
 
@@ -316,6 +319,19 @@ class Promoted(Message, frozen=True, kw_only=True):
     locations: tuple[int, ...] = ()
 
 
+class Arriving(Message, frozen=True, kw_only=True):
+    """Before the ``Promoted`` of a promotion: keys have arrived, and the rest of the first
+    ``predicted`` keys is expected to arrive while the engine copies these. A ``Load`` may begin;
+    ``Promoted`` then says how many arrived. ``first``: position of the first key of ``tiers`` and
+    ``locations``, which are as in ``Promoted``; earlier keys were in earlier messages."""
+
+    promotion: int
+    predicted: int
+    first: int
+    tiers: tuple[int, ...]
+    locations: tuple[int, ...]
+
+
 class LoadPinned(Message, frozen=True, kw_only=True):
     """To a scheduler: the first ``keys`` keys of this load stay in their slots until
     ``LoadReleased``."""
@@ -351,6 +367,7 @@ FromDaemon = (
     | EvictionNotice
     | Usable
     | Promoted
+    | Arriving
     | LoadPinned
     | Heartbeat
     | Bye

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support.simulated_request import Choice, Simulation
-from tests.support.simulated_tier import OUTCOMES, ReadPlan, SimulatedTier
+from tests.support.simulated_tier import OUTCOMES, Planner, ReadPlan, SimulatedTier
 
 from kvtier.config.models import Selection
 from kvtier.store.cost_model import Prefill
@@ -207,3 +207,93 @@ def test_with_any_tier_a_request_takes_at_most_one_and_a_half_times_recomputatio
         sum(getattr(accounts, name) for name in accounts.__slots__ if name != "pool_bytes")
         == accounts.pool_bytes
     )
+
+
+# Answers before the whole promotion has arrived.
+
+
+def with_copies(
+    bandwidth: float, link: float, early: bool, plan: Planner | None = None
+) -> Simulation:
+    """A warm simulation of an engine whose link to the GPU has that speed."""
+    prefill, chunk_bytes = ENGINES["8B on one H200"]
+    tier = SimulatedTier("disk", bandwidth, latency_seconds=1e-4)
+    simulation = warm(
+        Simulation(
+            prefill,
+            [tier],
+            chunk_bytes=chunk_bytes,
+            copy_bytes_per_second=link,
+            early=early,
+            threads=16,
+        )
+    )
+    tier.plan = plan
+    return simulation
+
+
+@pytest.mark.parametrize("link", [8e9, 50e9], ids=lambda link: f"link {link / 1e9:g} GB/s")
+@pytest.mark.parametrize("bandwidth", [6.5e9, 26e9], ids=lambda b: f"tier {b / 1e9:g} GB/s")
+def test_copies_of_a_long_prompt_overlap_with_its_reads(bandwidth: float, link: float) -> None:
+    tokens = 65_536
+    times = {}
+    for early in (False, True):
+        simulation = with_copies(bandwidth, link, early)
+        request = simulation.run(simulation.prompt(tokens))
+        assert request.usable == tokens // 256
+        times[early] = request.first_token_seconds
+        if early:
+            assert request.announced
+            assert request.predicted == request.usable
+    read, copy = 256 * 32 * MIB / bandwidth, 256 * 32 * MIB / link
+    saved = times[False] - times[True]
+    # The rest is expected with a margin, and the last of 16 parts is copied alone.
+    assert saved >= 0.4 * min(read, copy)
+    assert times[True] < times[False]
+
+
+def test_the_rest_is_not_awaited_by_an_engine_that_holds_blocks_if_it_comes_late() -> None:
+    """With a slow tier the answer comes once the rest takes no longer than the copy: the blocks of
+    a request are not taken for the time that the tier needs."""
+    simulation = with_copies(6.5e9, 50e9, early=True)
+    keys = simulation.prompt(65_536)
+    request = simulation.ask(keys)
+    while not request.announced:
+        simulation.step()
+    waited = simulation.clock.now - request.asked_at
+    simulation.finish(request)
+    copy = 256 * 32 * MIB / 50e9
+    assert request.waited_seconds - waited <= 1.25 * copy
+    assert waited > 0.8 * request.waited_seconds
+
+
+@settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    script=st.lists(plans, min_size=1, max_size=6),
+    good=st.integers(0, 40),
+    link=st.sampled_from((1e9, 8e9, 50e9)),
+    bandwidth=st.sampled_from((1e9, 6.5e9, 40e9)),
+    tokens=st.sampled_from((2_048, 6_400, 16_384)),
+)
+def test_whatever_a_tier_does_an_early_answer_is_never_later_and_loads_as_much(
+    script: list[ReadPlan], good: int, link: float, bandwidth: float, tokens: int
+) -> None:
+    """Reads go well at first, so that the answer is early; then anything happens."""
+    found = {}
+    for early in (False, True):
+        simulation = with_copies(bandwidth, link, early)
+        first = simulation.tiers[0].reads
+
+        def plan(number: int, _now: float, first: int = first) -> ReadPlan:
+            return ReadPlan() if number - first < good else script[number % len(script)]
+
+        simulation.tiers[0].plan = plan
+        request = simulation.run(simulation.prompt(tokens))
+        found[early] = request
+        assert request.usable <= max(request.predicted, tokens // 256)
+        simulation.tiers[0].plan = None
+        simulation.tiers[0].release()
+        simulation.quiet()
+        assert (simulation.store.pinned_bytes, simulation.store.accounts().reading) == (0, 0)
+    assert found[True].usable == found[False].usable
+    assert found[True].first_token_seconds <= found[False].first_token_seconds + 1e-9

@@ -36,6 +36,7 @@ from tests.unit.store.store_fixture import (
 
 from kvtier.config.models import LiveTier, Selection, StorePolicy
 from kvtier.errors import TierCorruptError, TierMissError, TierNoSpaceError, TierUnavailableError
+from kvtier.store.cost_model import PrefixCost
 from kvtier.store.executor import IoCall
 from kvtier.store.generations import unpack_location
 from kvtier.store.state import SlotState
@@ -47,8 +48,10 @@ from kvtier.store.types import (
     CreditsGranted,
     EngineInfo,
     KeysEvicting,
+    LoadExtended,
     Owner,
     PresenceChanged,
+    PromotionArriving,
     PromotionEnded,
     PromotionOptions,
     PromotionOutcome,
@@ -218,10 +221,19 @@ class Driver:
             volumes=disks,
         )
         check_order(self.fixture.store)
+        self.measure_tiers()
         self.log: list[tuple[float, StoreEvent]] = []
         self.snapshot: dict[bytes, int] = {}
         self.orphans: dict[str, list[memoryview]] = {}
         """Memory that threads of dead processes may still write into, by process."""
+
+    def measure_tiers(self) -> None:
+        """A few reads have been measured, so that the end of further ones is predicted."""
+        for secondary in self.fixture.store._tiers.all:
+            for _ in range(4):
+                batch = secondary.model.begin(0.0)
+                secondary.model.submitted(batch, PAGE)
+                secondary.model.ended(batch, 0.001, PAGE, True)
 
     def apply(self, operation: tuple[Any, ...]) -> list[tuple[float, StoreEvent]]:
         """Applies one operation and returns its events with their times."""
@@ -362,6 +374,7 @@ class Driver:
             fixture.damage_table(table_flip)
         fixture.restart(fenced=True, hung=hung)
         check_order(fixture.store)
+        self.measure_tiers()
 
     def release_orphaned_reads(self, name: str) -> None:
         del self.orphans[name]
@@ -386,6 +399,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.deadlines: dict[tuple[str, int], float] = {}
         self.ended: set[tuple[str, int]] = set()
         self.lookups: set[tuple[str, int]] = set()
+        self.arriving: dict[tuple[str, int], list[int]] = {}
+        """Locations that were named before the end of a promotion."""
         self.numbers = 0
         self.fenced = self.began_fenced = False
         self.eviction_policy: Literal["LRU", "ARC"] = "LRU"
@@ -443,8 +458,31 @@ class StoreMachine(RuleBasedStateMachine):
             for key in event.keys:
                 self.replicas[event.namespace][key] &= ~RAM_BITS
             self.tokens.append(event.token)
+        elif isinstance(event, PromotionArriving):
+            name = (event.engine, event.promotion)
+            assert name not in self.ended, "something arrives after the end"
+            named = self.arriving.setdefault(name, [])
+            assert event.first == len(named)
+            named += event.locations
+            assert 0 < len(named) <= event.predicted
+            if event.engine in self.engines:
+                engine = self.engines[event.engine]
+                keys = [bytes((g,)) + h for g, h in engine.promotions[event.promotion]]
+                slots = tuple(unpack_location(location)[0] for location in named)
+                self.check_bytes(engine, keys, slots)
+        elif isinstance(event, LoadExtended):
+            engine = self.engines[event.engine]
+            entries = self.driver.fixture.store._engines.open[event.engine].loads[event.load]
+            assert len(entries) == event.keys >= len(engine.loads[event.load][0])
+            keys = [entry.key for entry in entries]
+            assert keys[: len(engine.loads[event.load][0])] == engine.loads[event.load][0]
+            engine.loads[event.load] = (keys, tuple(entry.slot.offset for entry in entries))
+            self.check_load(engine, event.load)
         elif isinstance(event, PromotionEnded):
             name = (event.engine, event.promotion)
+            named = self.arriving.pop(name, [])
+            if event.outcome is not PromotionOutcome.CANCELLED:
+                assert list(event.locations[: len(named)]) == named, "named, but not there"
             assert name not in self.ended, "a promotion ended twice"
             self.ended.add(name)
             assert at <= self.deadlines.pop(name) + 0.1, "a promotion ended too late"
@@ -465,7 +503,9 @@ class StoreMachine(RuleBasedStateMachine):
 
     def check_load(self, engine: ModelEngine, load: int) -> None:
         """Checks that pinned slots hold their keys' bytes, and that nothing writes there."""
-        keys, slots = engine.loads[load]
+        self.check_bytes(engine, *engine.loads[load])
+
+    def check_bytes(self, engine: ModelEngine, keys: list[bytes], slots: tuple[int, ...]) -> None:
         for key, slot in zip(keys, slots, strict=False):
             shards = engine.kind.shards[key[0]]
             size = engine.kind.slot_bytes[key[0]]
@@ -737,7 +777,11 @@ class StoreMachine(RuleBasedStateMachine):
         options = PromotionOptions(data.draw(st.booleans()), data.draw(st.sampled_from(OWNERS)))
         if options.look_up:
             self.lookups.add((engine.info.engine, number))
-        self.do("call", "promote", engine.info.engine, number, keys, budget, None, options)
+        cost = None
+        if data.draw(st.booleans()):
+            ends = tuple(range(256, 256 * (length + 1), 256))
+            cost = PrefixCost(0, ends, copy_seconds=data.draw(st.sampled_from((0.0, 1e-6, 1e3))))
+        self.do("call", "promote", engine.info.engine, number, keys, budget, cost, options)
 
     @precondition(lambda self: self.engines)
     @rule(

@@ -39,7 +39,7 @@ from kvtier.engines.atom.sequence_state import (
 from kvtier.engines.atom.types import KVConnectorOutput, RequestId, SaveOperationId
 from kvtier.engines.common.jobs import BlockRun, StoreJob
 from kvtier.engines.common.scheduler_stores import SchedulerStores
-from kvtier.engines.common.tierd_session import TierdSession
+from kvtier.engines.common.tierd_session import SessionLost, TierdSession
 from kvtier.planner import Planner
 from kvtier.tierd.wire import Heartbeat, Promoted
 
@@ -142,7 +142,7 @@ class AtomScheduler:
         for event in self.session.drain():
             if isinstance(event, Promoted):
                 self.loads.on_promoted(event)
-            else:
+            elif isinstance(event, SessionLost):
                 self.loads.on_session_lost()
                 self.stores.on_session_lost()
 
@@ -359,7 +359,13 @@ class AtomScheduler:
     def should_defer_free(self, seq: AtomSequence) -> bool:
         """Returns whether copies may still access the blocks of the sequence."""
         state = self._find(seq)
-        if state is None or not state.busy:
+        if state is None:
+            return False
+        if state.status == FINISHED:
+            # If not, ATOM frees them, though it calls ``request_finished`` before: an aborted
+            # sequence that was parked gets that call here for the first time.
+            state.finished = True
+        if not state.busy:
             return False
         state.deferred = True
         return True

@@ -29,7 +29,8 @@ class LoadJob:
     as the slot's generation word is ``generations[i]``. Keys beyond the end of ``slots`` are no
     longer in RAM. ``epoch``: the tierd epoch that named the slots; a worker that is attached to
     another one fails the job. ``timeout_seconds``: how long the worker submits copies, from when it
-    receives the job.
+    receives the job. ``arriving``: keys beyond the end of ``slots`` are not in RAM yet; they follow
+    in ``ArrivedKeys``, of which one says that it is the last.
     """
 
     load: int
@@ -39,6 +40,18 @@ class LoadJob:
     epoch: int = 0
     slots: tuple[int, ...] = ()
     generations: tuple[int, ...] = ()
+    arriving: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivedKeys:
+    """The next keys of a load that is ``arriving``: where they are, as in ``LoadJob``. ``last``: no
+    more follow, and what is missing then fails the load from there on."""
+
+    load: int
+    slots: tuple[int, ...]
+    generations: tuple[int, ...]
+    last: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,7 @@ class PendingPromotion:
 
     ``deadline`` is measured by the scheduler's clock. ``usable_keys``: keys in pinned slots, None
     until tierd answers. ``tiers``: the tier that each key came from. ``locations``: where each is.
+    ``arriving``: tierd has answered before the end; keys beyond the end of ``locations`` follow.
     ``lookup_deadline``: if the request waits for a lookup only, until when, unless ``lookup_key``,
     the first key that is looked up, has been found; else 0.
 
@@ -65,6 +66,7 @@ class PendingPromotion:
     end_tokens: int = 0
     lookup_deadline: float = 0.0
     lookup_key: bytes = b""
+    arriving: bool = False
 
 
 class RequestState:

@@ -30,6 +30,7 @@ from kvtier.tierd.liveness import hold_peer_lock
 from kvtier.tierd.replication import Replica
 from kvtier.tierd.wire import (
     PROTOCOL,
+    Arriving,
     Credits,
     Delta,
     EvictionNotice,
@@ -124,8 +125,8 @@ class TierdSession:
         private = topology.structural.daemon is Daemon.ENGINE
         connect = connect or partial(connect_scheduler, private=private)
         self.inbox: deque[Message | SessionLost] = deque()
-        """Bounded by tierd: one ``Promoted`` for each ``Promote``, credits only for used slots, and
-        live settings, which people change."""
+        """Bounded by tierd: one ``Promoted`` for each ``Promote``, a few ``Arriving``,
+        credits only for used slots, and live settings, which people change."""
         self.replica = Replica()
         self.replica_changes = 0
         """Rises with every delta. A key that was missing may be present afterwards."""
@@ -273,14 +274,14 @@ class TierdSession:
         names = self._tier_names
         return names[index] if 0 <= index < len(names) else f"tier{index}"
 
-    def drain(self) -> Iterator[Promoted | SessionLost]:
+    def drain(self) -> Iterator[Promoted | Arriving | SessionLost]:
         """Applies the messages in the inbox; yields the events that loads and stores handle."""
         inbox = self.inbox
         if self._identify_unsent:
             self._send_identify()
         while inbox:
             message = inbox.popleft()
-            if isinstance(message, Promoted):
+            if isinstance(message, Promoted | Arriving):
                 yield message
             elif isinstance(message, LoadPinned):
                 self.pinned_loads.append((message.load, message.keys))

@@ -24,7 +24,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtier.engines.common.jobs import LoadJob, StoreJob
+from kvtier.engines.common.jobs import ArrivedKeys, LoadJob, StoreJob
 from kvtier.engines.common.worker_pool import HostPoolMapper, PoolReady
 from kvtier.engines.common.worker_state import RankContext, WorkerClient, WorkerOutbox
 from kvtier.engines.common.worker_transfers import WorkerLoads, WorkerStores
@@ -126,10 +126,11 @@ class TransferThread:
         cancelled: tuple[int, ...],
         fence: object | None,
         assumed_weights: str = "",
+        arrived: Sequence[ArrivedKeys] = (),
     ) -> None:
         """Takes the loads and cancellations of a step, and submits what there is room for.
 
-        ``assumed_weights``: see ``WorkerLoads.add``.
+        ``assumed_weights``, ``arrived``: see ``WorkerLoads.add`` and ``extend``.
         """
         with self._copies:
             if not self._is_open():
@@ -139,6 +140,7 @@ class TransferThread:
             self._loads.add(
                 jobs, fence, self._context.clock(), self._completions.epoch, assumed_weights
             )
+            self._loads.extend(arrived)
             self._loads.cancel(cancelled)
             self._advance()
         self._keep_awake()

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from kvtier.engines.common.jobs import LoadJob, LoadResult, StoreJob
+from kvtier.engines.common.jobs import ArrivedKeys, LoadJob, LoadResult, StoreJob
 from kvtier.engines.common.worker_state import LoadEnd, RankContext
 from kvtier.tierd.wire import Abort, Deliver, Message
 from kvtier.transfer.engine import Copy, CopyError, CopyHandle, Direction
@@ -51,6 +51,8 @@ class _RankLoad:
     copied_keys: int = 0
     copied_bytes: int = 0
     copy_seconds: float = 0.0
+    arriving: bool = False
+    """Whether more keys may become available."""
     stop_reason: str = ""
     pinned: bool = False
     """Whether tierd keeps every key in its slot."""
@@ -111,10 +113,24 @@ class WorkerLoads:
                 keys = min(len(job.slots), len(job.generations), len(job.runs))
                 deadline = received_at + job.timeout_seconds
                 load = _RankLoad(job, fence, received_at, deadline, keys, assumed_weights)
+                load.arriving = job.arriving and keys < len(job.runs)
                 if not epoch or job.epoch != epoch:
                     load.stop_reason = "epoch" if epoch else "lost"
                 self._active[job.load] = load
         self._compare_weights()
+
+    def extend(self, arrived: Iterable[ArrivedKeys]) -> None:
+        """Keys of loads that are arriving are in RAM. Not for loads that have ended, or of which an
+        earlier key has been lost: they fail from there on."""
+        for keys in arrived:
+            load = self._active.get(keys.load)
+            if load is None or not load.arriving:
+                continue
+            slots = load.job.slots + keys.slots
+            generations = load.job.generations + keys.generations
+            load.job = replace(load.job, slots=slots, generations=generations)
+            load.available_keys = min(len(slots), len(generations), len(load.job.runs))
+            load.arriving = not keys.last and load.available_keys < len(load.job.runs)
 
     def cancel(self, loads: Iterable[int]) -> None:
         """Stops loads whose requests were aborted."""
@@ -245,7 +261,7 @@ class WorkerLoads:
                     self._collect(load)
                     may_submit = not self._engine.synchronous and now < until
             now = self._context.clock()
-            if now >= load.deadline and not load.fully_submitted:
+            if now >= load.deadline and (load.arriving or not load.fully_submitted):
                 load.stop_reason = load.stop_reason or "limit"
             if now >= load.deadline + FINGERPRINT_SECONDS and self._waits_for_weights(load):
                 load.stop_reason = IDENTITY_CHANGED
@@ -256,6 +272,8 @@ class WorkerLoads:
 
     def _may_end(self, load: _RankLoad) -> bool:
         if load.in_flight or not (load.stop_reason or load.fully_submitted):
+            return False
+        if load.arriving and not load.stop_reason:
             return False
         return load.stop_reason == IDENTITY_CHANGED or not self._waits_for_weights(load)
 
@@ -293,6 +311,7 @@ class WorkerLoads:
             self._counters.add("bad_addresses")
             load.stop_reason = f"address: {invalid[1]}"
             load.available_keys = keys = first + invalid[0]
+            load.arriving = False
             del copies[invalid[0] :]
             total_bytes = sum(map(self._engine.copy_bytes, copies))
         unchanged = self._context.generations.unchanged(
@@ -301,6 +320,7 @@ class WorkerLoads:
         if unchanged < len(copies):
             self._counters.add("slots_reused", len(copies) - unchanged)
             load.available_keys = keys = first + unchanged
+            load.arriving = False
             total_bytes = sum(map(self._engine.copy_bytes, copies[:unchanged]))
             del copies[unchanged:]
         if not copies:
@@ -328,11 +348,12 @@ class WorkerLoads:
         if load.stop_reason == IDENTITY_CHANGED:
             keys = 0
         complete = keys == len(job.runs)
+        awaited = job.arriving and keys == load.copied_keys == min(len(job.slots), len(job.runs))
         result = LoadResult(
             load=job.load,
             request_id=job.request_id,
             keys_loaded=keys,
-            reason="" if complete else load.stop_reason or "gone",
+            reason="" if complete else load.stop_reason or ("not_arrived" if awaited else "gone"),
             seconds=self._context.clock() - load.started_at,
             copy_seconds=load.copy_seconds,
             copied_bytes=load.copied_bytes,

@@ -102,11 +102,14 @@ class CopyEstimator:
         if tokens > 0 and 0 < copy_seconds < math.inf:
             self._samples.append((now, copy_seconds / tokens))
 
-    def beats_recompute(self, tokens: int, recompute_seconds: float, now: float) -> bool:
-        """Returns whether to load ``tokens`` tokens."""
+    def seconds_per_token(self, now: float) -> float:
+        """How long copies take; 0 before there are enough samples."""
         while self._samples and now - self._samples[0][0] > COPY_SAMPLE_SECONDS:
             self._samples.popleft()
         if len(self._samples) < MIN_COPY_SAMPLES:
-            return True
-        per_token = statistics.median(seconds for _, seconds in self._samples)
-        return per_token * tokens <= recompute_seconds
+            return 0.0
+        return statistics.median(seconds for _, seconds in self._samples)
+
+    def beats_recompute(self, tokens: int, recompute_seconds: float, now: float) -> bool:
+        """Returns whether to load ``tokens`` tokens."""
+        return self.seconds_per_token(now) * tokens <= recompute_seconds

@@ -46,7 +46,8 @@ COUNTERS = (
         "reason",
         (
             "address", "asleep", "block_table", "cancelled", "closing", "copy", "duplicate",
-            "epoch", "error", "gone", "identity", "limit", "lost", "off", "partial",
+            "epoch", "error", "gone", "identity", "limit", "lost", "not_arrived", "off",
+            "partial",
             "unknown_report", "unpinned",
         ),
     ),
@@ -55,7 +56,7 @@ COUNTERS = (
         "Promotions from secondary tiers, by outcome.",
         "outcome",
         (
-            "whole", "partial", "failed", "absent", "cancelled", "lost", "out_of_time",
+            "whole", "partial", "failed", "absent", "cancelled", "lost", "out_of_time", "early",
             "ram_slower_than_recomputing", "too_many_waiting",
         ),
     ),

@@ -36,6 +36,10 @@ class ActiveLoad:
     epoch: int
     expires_at: float
     failure: str = ""
+    promotion_id: int = 0
+    """The promotion whose keys still arrive; 0 if none do."""
+    keys_named: int = 0
+    """How many keys the workers were told of."""
     seconds: float = 0.0
     copy_seconds: float = 0.0
     """Both are of the slowest rank."""

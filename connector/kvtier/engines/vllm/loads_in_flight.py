@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from kvtier.engines.common.jobs import BlockRun, LoadJob, LoadResult
+from kvtier.engines.common.jobs import ArrivedKeys, BlockRun, LoadJob, LoadResult
 from kvtier.engines.common.request_state import PendingPromotion, RequestState
 from kvtier.engines.common.tierd_session import TierdSession
 from kvtier.engines.vllm.cost_estimates import CopyEstimator
 from kvtier.engines.vllm.load_records import ActiveLoad, LoadCounts, have_blocks
 from kvtier.planner import Part, Planner
 from kvtier.store.generations import unpack_location
-from kvtier.tierd.wire import Load, LoadReleased
+from kvtier.tierd.wire import Arriving, Load, LoadReleased, Promoted
 
 LOAD_GRACE_SECONDS = 0.05
 REPORT_GRACE_SECONDS = 1.0
@@ -50,6 +50,9 @@ class LoadsInFlight:
         self._active: dict[int, ActiveLoad] = {}
         self._jobs: list[LoadJob] = []
         self._cancelled_loads: list[int] = []
+        self._arriving: dict[int, ActiveLoad] = {}
+        """Loads that began before their promotion had ended, by promotion."""
+        self._arrived: list[ArrivedKeys] = []
 
     def start(
         self,
@@ -92,8 +95,10 @@ class LoadsInFlight:
                 slots.append(slot)
                 generations.append(generation)
             reason = ""
+            arriving = promotion is not None and promotion.arriving and len(slots) < len(parts)
         else:
             reason = "block_table"
+            arriving = False
         self._jobs.append(
             LoadJob(
                 load_id,
@@ -103,11 +108,12 @@ class LoadsInFlight:
                 session.epoch,
                 tuple(slots),
                 tuple(generations),
+                arriving,
             )
         )
         state.load_id = load_id
         state.cached_match = None
-        self._active[load_id] = ActiveLoad(
+        self._active[load_id] = active = ActiveLoad(
             load_id,
             state,
             first_chunk=first,
@@ -120,7 +126,11 @@ class LoadsInFlight:
             epoch=session.epoch,
             expires_at=now + timeout + REPORT_GRACE_SECONDS,
             failure=reason,
+            keys_named=len(slots),
         )
+        if promotion is not None and arriving:
+            active.promotion_id = promotion.promotion_id
+            self._arriving[promotion.promotion_id] = active
         self.counts.offered_tokens += tokens
         message = Load(
             load=load_id,
@@ -179,6 +189,58 @@ class LoadsInFlight:
         cancelled, self._cancelled_loads = self._cancelled_loads, []
         return jobs, cancelled
 
+    # Loads whose keys are still arriving in RAM.
+
+    def on_arriving(self, message: Arriving) -> bool:
+        """Further keys of a promotion have arrived. False if no load of it is in flight."""
+        load = self._arriving.get(message.promotion)
+        if load is not None:
+            self._name_keys(load, message.first, message.tiers, message.locations)
+        return load is not None
+
+    def on_promoted(self, message: Promoted) -> bool:
+        """A promotion has ended. False if no load of it is in flight."""
+        load = self._arriving.pop(message.promotion, None)
+        if load is not None:
+            self.counts.promotions[message.outcome] += 1
+            self._name_keys(load, 0, message.tiers, message.locations, last=True)
+        return load is not None
+
+    def on_session_lost(self) -> None:
+        """tierd is lost: nothing arrives. The workers end the loads."""
+        self._arriving.clear()
+        self._arrived.clear()
+
+    def _name_keys(
+        self,
+        load: ActiveLoad,
+        first: int,
+        tiers: Sequence[int],
+        locations: Sequence[int],
+        last: bool = False,
+    ) -> None:
+        """Tells the workers where further keys of a load are. ``first``: position of the first of
+        ``locations``."""
+        start, end = load.keys_named - first, len(load.chunk_tokens) - first
+        new = [unpack_location(location) for location in locations[max(start, 0) : end]]
+        if start < 0 or (not new and not last):
+            return
+        load.source_tiers += tuple(tiers[start:end])
+        load.keys_named += len(new)
+        self._arrived.append(
+            ArrivedKeys(
+                load.load_id,
+                tuple(slot for slot, _ in new),
+                tuple(generation for _, generation in new),
+                last,
+            )
+        )
+
+    def take_arrived(self) -> tuple[ArrivedKeys, ...]:
+        """Returns keys of loads in flight that have arrived, for the next step."""
+        arrived, self._arrived = tuple(self._arrived), []
+        return arrived
+
     def take_pinned(self) -> tuple[int, ...]:
         """Returns the loads of which tierd has pinned every key since the last call."""
         pinned = []
@@ -212,6 +274,7 @@ class LoadsInFlight:
         if load.ranks_copying > 0:
             return
         del self._active[result.load]
+        self._arriving.pop(load.promotion_id, None)
         if load.epoch == self._session.epoch:
             self._session.send(LoadReleased(load=result.load))
         if load.keys_loaded == len(load.chunk_tokens):
@@ -260,7 +323,7 @@ class LoadsInFlight:
     def has_pending_work(self) -> bool:
         """Returns whether an engine without requests should keep stepping, so that loads end."""
         now = self._clock()
-        return bool(self._jobs or self._cancelled_loads) or any(
+        return bool(self._jobs or self._cancelled_loads or self._arrived) or any(
             now < load.expires_at for load in self._active.values()
         )
 

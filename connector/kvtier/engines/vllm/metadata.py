@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvtier.engines.common.jobs import LoadJob, LoadResult, StoreJob
+from kvtier.engines.common.jobs import ArrivedKeys, LoadJob, LoadResult, StoreJob
 
 
 @dataclass(slots=True)
@@ -30,6 +30,8 @@ class StepMetadata(KVConnectorMetadata):
     """Whether the step computes no token."""
     cancelled_loads: list[int] = field(default_factory=list)
     """Loads of aborted requests: submit no further copy, drain, and report."""
+    arrived_keys: tuple[ArrivedKeys, ...] = ()
+    """Keys of loads that began before all of them were in RAM."""
     identity: int = 0
     """The identity number. A worker that does not know it yet fails the loads and drops the stores
     of before, and takes the fingerprint of its weights."""

@@ -36,7 +36,7 @@ from kvtier.engines.vllm.request_hints import HintReader
 from kvtier.engines.vllm.scheduler_loads import SchedulerLoads
 from kvtier.engines.vllm.weights_state import WeightsState
 from kvtier.planner import GroupKind, Planner
-from kvtier.tierd.wire import Heartbeat, Promoted
+from kvtier.tierd.wire import Arriving, Heartbeat, Promoted
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -128,6 +128,8 @@ class KVTierConnectorScheduler:
         for event in self.session.drain():
             if isinstance(event, Promoted):
                 self.loads.on_promoted(event)
+            elif isinstance(event, Arriving):
+                self.loads.on_arriving(event)
             else:
                 self.loads.on_session_lost()
                 self.stores.on_session_lost()
@@ -261,6 +263,7 @@ class KVTierConnectorScheduler:
         # What was taken must reach the workers: nothing after this line may raise.
         metadata.stores = self.stores.take_jobs()
         metadata.loads, metadata.cancelled_loads = self.loads.in_flight.take_jobs()
+        metadata.arrived_keys = self.loads.in_flight.take_arrived()
         metadata.voided_stores = self.stores.take_voided()
         return metadata
 
@@ -278,6 +281,7 @@ class KVTierConnectorScheduler:
             step=self._step,
             loads=loads,
             cancelled_loads=cancelled,
+            arrived_keys=self.loads.in_flight.take_arrived(),
             identity=self.weights.number,
             voided_stores=self.stores.take_voided(),
         )

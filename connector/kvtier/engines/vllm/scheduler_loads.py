@@ -4,7 +4,8 @@
 
 1. The request is skipped, one of its loads failed, or the replica is not usable: 0.
 2. A promotion is pending: None (ask again) until it ends or its deadline passes.
-3. The promotion has ended: the promoted prefix, if it is long enough.
+3. The promotion has ended, or the rest is expected to arrive while what has arrived is copied: the
+   promoted prefix, if it is long enough.
 4. The last match is still valid: the same again.
 5. The best prefix needs a secondary tier, or unverified RAM, or it ends at a key that a tier may
    hold although the replica lacks it: request a promotion and return None. If too many requests
@@ -41,7 +42,7 @@ from kvtier.planner import Planner
 from kvtier.store.cost_model import Prefill
 from kvtier.store.selection import LOSS_SHARE, choose_prefix
 from kvtier.store.types import MEMORY_BIT
-from kvtier.tierd.wire import Cancel, Promote, Promoted
+from kvtier.tierd.wire import Arriving, Cancel, Promote, Promoted
 
 MAX_PENDING_PROMOTIONS = 32
 """Further requests match what is in RAM."""
@@ -439,19 +440,47 @@ class SchedulerLoads:
             whole=whole,
             look_up=prefix.look_up,
             owner=self._session.owner(state),
+            copy_seconds=0.0
+            if whole or not cost
+            else self._planner.chunk_tokens
+            * self.in_flight.copies.seconds_per_token(self._clock()),
         )
 
     def on_promoted(self, message: Promoted) -> None:
         """tierd ended a promotion."""
+        if self.in_flight.on_promoted(message):
+            return
         state = self._pending.pop(message.promotion, None)
         promotion = state.pending_promotion if state is not None else None
         if promotion is None or promotion.promotion_id != message.promotion:
             return  # It was cancelled before; tierd has got the Cancel.
         self.in_flight.counts.promotions[message.outcome] += 1
         promotion.usable_keys = min(message.usable, promotion.keys)
+        promotion.arriving = False
         promotion.ended_at = self._clock()
         promotion.tiers = message.tiers
         promotion.locations = message.locations
+
+    def on_arriving(self, message: Arriving) -> None:
+        """Keys of a promotion have arrived, and the rest is expected within the copy of these."""
+        if self.in_flight.on_arriving(message):
+            return
+        state = self._pending.get(message.promotion)
+        promotion = state.pending_promotion if state is not None else None
+        if (
+            promotion is None
+            or promotion.promotion_id != message.promotion
+            or promotion.end_tokens
+            or message.first != len(promotion.locations)
+        ):
+            return
+        if not promotion.arriving:
+            self.in_flight.counts.promotions["early"] += 1
+        promotion.arriving = True
+        promotion.usable_keys = min(message.predicted, promotion.keys)
+        promotion.ended_at = self._clock()
+        promotion.tiers += message.tiers
+        promotion.locations += message.locations
 
     def cancel_promotion(self, state: RequestState) -> None:
         """Cancels the request's promotion, if any, and releases the slots that it pinned."""
@@ -487,6 +516,7 @@ class SchedulerLoads:
     def on_session_lost(self) -> None:
         """Handles the loss of tierd: ends all promotions. The workers end the loads in flight."""
         pending, self._pending = self._pending, {}
+        self.in_flight.on_session_lost()
         for state in pending.values():
             state.pending_promotion = None
             self.in_flight.counts.promotions["lost"] += 1

@@ -320,7 +320,7 @@ class KVTierConnectorWorker:
         if not isinstance(metadata, StepMetadata):
             return
         self.enter_jobs(metadata)
-        if not metadata.loads and not metadata.cancelled_loads:
+        if not metadata.loads and not metadata.cancelled_loads and not metadata.arrived_keys:
             return
         fence = self._fence() if metadata.loads else None
         if self._thread is None:
@@ -333,6 +333,7 @@ class KVTierConnectorWorker:
             tuple(metadata.cancelled_loads),
             fence,
             assumed[self._rank] if known else "unknown rank" if assumed else "",
+            metadata.arrived_keys,
         )
         self._begin_fingerprint()
 
