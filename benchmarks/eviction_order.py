@@ -7,8 +7,10 @@ chunk by chunk. Without ``--trace`` the trace is made from a seed.
 
 ``--trace`` takes JSON lines with ``hash_ids``, as the traces of Mooncake (FAST '25) have: ids of
 consecutive blocks of 512 tokens. Further lines give the hits of the prompts that follow a scan: one
-pass of unique prompts, as large as the tier, in the middle of the trace. The last lines say what
-the orders cost: seconds of one core, and bytes for each object that is held.
+pass of unique prompts, as large as the tier, in the middle of the trace. Then the hits of a file
+tier of one volume and of several, which evict independently of each other, down to the low
+watermark; their last column is the ratio. The last lines say what the orders cost: seconds of one
+core, and bytes for each object that is held.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from hashlib import blake2b
 from itertools import count
 from pathlib import Path
 
@@ -34,6 +37,8 @@ Trace = list[list[int]]
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
 SCANNED_SHARE = 0.1
 AFTER_SCAN = 200
+VOLUMES = 4
+HIGH_WATERMARK, LOW_WATERMARK = 0.95, 0.85
 SCAN_PROMPT = 32
 
 
@@ -187,6 +192,51 @@ def replay_index(trace: Trace, capacity: int) -> int:
     return hits
 
 
+def replay_volumes(trace: Trace, capacity: int, volumes: int) -> int:
+    """Hits of the indexes of a file tier with so many volumes, each of which evicts by itself from
+    its high watermark down to its low one."""
+    indexes = [Index(1 << 60) for _ in range(volumes)]
+    held = [0] * volumes
+    above: dict[tuple[int, bytes], bytes] = {}
+    hits = 0
+
+    def volume_of(key: bytes) -> int:
+        return blake2b(key, digest_size=1).digest()[0] % volumes
+
+    def has(key: bytes) -> bool:
+        return indexes[volume_of(key)].contains(NAMESPACE, key)
+
+    for prompt in trace:
+        keys = [chunk.to_bytes(33, "big", signed=True) for chunk in prompt]
+        nearest = [b""] * volumes
+        for key in keys:
+            above[volume_of(key), key] = nearest[volume_of(key)]
+            nearest[volume_of(key)] = key
+        found = next((i for i, key in enumerate(keys) if not has(key)), len(keys))
+        hits += found
+        for key in keys[:found]:
+            volume = volume_of(key)
+            indexes[volume].touch(NAMESPACE, key, above[volume, key])
+        for previous, key in zip([b"", *keys], keys, strict=False):
+            if has(key):
+                continue
+            if previous and not has(previous):
+                break
+            volume = volume_of(key)
+            indexes[volume].reserve(4096)
+            indexes[volume].publish(NAMESPACE, key, 4096, above[volume, key])
+            held[volume] += 1
+            if held[volume] * volumes < HIGH_WATERMARK * capacity:
+                continue
+            while held[volume] * volumes > LOW_WATERMARK * capacity:
+                oldest = indexes[volume].oldest()
+                if oldest is None:
+                    break
+                indexes[volume].remove(*oldest)
+                held[volume] -= 1
+    return hits
+
+
 def after_scan(trace: Trace, capacity: int) -> list[tuple[object, ...]]:
     """Hits of ``AFTER_SCAN`` prompts after a scan, and of the same ones without the scan."""
     middle = len(trace) // 2
@@ -232,6 +282,10 @@ def main() -> None:
         ratios.append(min(lru, files) / max(peer, 1))
         rows.append((capacity, plain, peer, lru, arc, files, f"{lru / max(plain, 1):.3f}"))
     rows += after_scan(trace, max(1, int(SCANNED_SHARE * distinct)))
+    capacity = max(1, int(SCANNED_SHARE * distinct))
+    single, several = (replay_volumes(trace, capacity, volumes) for volumes in (1, VOLUMES))
+    rows.append(("1 volume", "-", "-", "-", "-", single, "-"))
+    rows.append((f"{VOLUMES} volumes", "-", "-", "-", "-", several, f"{several / single:.3f}"))
     progress("")
     each = seconds / len(chosen.shares) / sum(map(len, trace))
     rows.append(("µs/chunk", "-", "-", "-", "-", f"{1e6 * each:.1f}", "-"))

@@ -102,4 +102,4 @@ def changed_chart(home: Path, version: str, property_name: str) -> Path:
 
 def rendered(release: dict[str, Any]) -> list[dict[str, Any]]:
     """The objects of a release, as ``install`` and ``upgrade`` return it."""
-    return [body for body in yaml.safe_load_all(release["manifest"]) if body]
+    return [body for body in yaml.load_all(release["manifest"], yaml.CSafeLoader) if body]

@@ -1,10 +1,9 @@
-"""What the dashboards show of a run: a real Prometheus scrapes engine, tierd and operator, and each
-panel's queries are evaluated at the end.
+"""What the dashboards show of a run: a real Prometheus scrapes engine, tierd and operator, the last
+two as their monitors say, and each panel's queries are evaluated at the end.
 """
 
 from __future__ import annotations
 
-import base64
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -12,12 +11,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from charts import NAMESPACE
-from nodes import ok
-from serving import ENGINE_PORT, STATUS_PORT, EnginePod
+import monitors
+from serving import ENGINE_PORT, EnginePod
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-MONITORING_PORT = 9402
 RANGE = "10m"
 """The interval of rates: the whole run."""
 SHOWN_SERIES = 3
@@ -58,11 +55,16 @@ class DashboardData:
         """
         if self.missing:
             return
-        targets = list(self._targets())
+        directory = self._directory.parent
+        jobs = [
+            job
+            for monitor in (monitors.of_tiers(), monitors.of_operator())
+            for job in monitors.jobs(self._api, monitor, directory)
+        ]
         if self._server is None:
-            self._server = self._module.Prometheus(self._directory, targets)
+            self._server = self._module.Prometheus(self._directory, [self._engine()], jobs)
         else:
-            self._server.retarget(targets)
+            self._server.retarget([self._engine()], jobs)
         self._server.wait_scraped()
 
     def close(self) -> None:
@@ -92,23 +94,17 @@ class DashboardData:
             for each in self._server.query(self._module.expression(expr)):
                 yield legend(query.legend, each["metric"]), float(each["value"][1])
 
-    def _targets(self) -> Iterator[Any]:
-        target = self._module.Target
-        namespace, body = self._pod.namespace, self._pod.now()
-        labels = {"namespace": namespace, "pod": "engine", "policy": self._policy}
-        address = body["status"]["podIP"]
-        yield target("engine", f"{address}:{ENGINE_PORT}", labels)
-        path = f"/api/v1/namespaces/{namespace}/secrets/{self._policy}-token"
-        secret = ok(self._api.request("GET", path))
-        token = self._directory.parent / "token"
-        token.write_bytes(base64.b64decode(secret["data"]["token"]))
-        yield target("tierd", f"{address}:{STATUS_PORT}", labels, token)
-        pods = ok(self._api.request("GET", f"/api/v1/namespaces/{NAMESPACE}/pods"))["items"]
-        for each in pods:
-            name, where = each["metadata"]["name"], each["status"].get("podIP")
-            if where:
-                labels = {"namespace": NAMESPACE, "pod": name}
-                yield target(name, f"{where}:{MONITORING_PORT}", labels)
+    def _engine(self) -> Any:
+        """The engine's own metrics: its pod declares no port that a monitor could name."""
+        body = self._pod.now()
+        metadata = body["metadata"]
+        labels = {
+            "namespace": metadata["namespace"],
+            "pod": metadata["name"],
+            "policy": self._policy,
+        }
+        address = f"{body['status']['podIP']}:{ENGINE_PORT}"
+        return self._module.Target("engine", address, labels)
 
 
 def legend(text: str, labels: Mapping[str, str]) -> str:

@@ -100,7 +100,6 @@ class EndToEndRun:
                 self._compute_and_reload(pod)
                 self._restart_container(pod)
                 self._replace_pod(pod)
-                self.dashboards.follow()
                 self._tune(pod, directory)
                 self._tell(api)
                 self.panels = self.dashboards.rows()
@@ -187,6 +186,9 @@ class EndToEndRun:
             self.cluster.kubectl("-n", WITH_TIERS, "delete", "pod", before["name"], "--wait=false")
             pod.wait_ready(other_than=before["uid"])
             self._wait_attached(pod)
+        if self.dashboards is not None:
+            # Before its loads, so that rates see them.
+            self.dashboards.follow()
         self._ask(pod, "pod replaced", "A", "B")
 
     def _tune(self, pod: EnginePod, directory: Path) -> None:

@@ -6,7 +6,7 @@
 
 `start` needs root and the packages of tools/debian-packages. It writes into build/cluster: the
 kubeconfig, the chart as an archive and values for it, a policy, a vLLM with a tiny model, and `bin`
-with kubectl and helm. The images are on the node.
+with kubectl, helm and kvtier. The images are on the node.
 """
 
 from __future__ import annotations
@@ -106,6 +106,8 @@ def _write(cluster: Any) -> None:
     binaries.mkdir()
     (binaries / "kubectl").symlink_to(cluster.assets / "kubectl")
     (binaries / "helm").symlink_to(REPOSITORY / "tools" / "helm")
+    for name in ("kvtier", "kubectl-kvtier"):
+        (binaries / name).symlink_to(Path(sys.executable).parent / name)
 
 
 def _engine() -> tuple[Api, EnginePod]:

@@ -26,7 +26,9 @@ LOADED = "vllm:kvtier_loaded_tokens_total"
 
 
 def engine_deployment(model: Path, name: str = "chat") -> dict[str, Any]:
-    """``examples/engine-pod.yaml`` with the interpreter that runs this, and ``model``."""
+    """``examples/engine-pod.yaml`` with the interpreter that runs this, and ``model``. A directory
+    is mounted once: Debian's interpreter is in /usr, which the example mounts anyway.
+    """
     venv = Path(sys.prefix)
     text = EXAMPLE.read_text(encoding="utf-8")
     for word, value in (("VENV", venv), ("PYTHON_HOME", Path(sys.base_prefix)), ("MODEL", model)):
@@ -35,6 +37,9 @@ def engine_deployment(model: Path, name: str = "chat") -> dict[str, Any]:
     body["metadata"]["name"] = name
     body["spec"]["selector"]["matchLabels"]["app"] = name
     body["spec"]["template"]["metadata"]["labels"]["app"] = name
+    for container in body["spec"]["template"]["spec"]["containers"]:
+        by_path = {mount["mountPath"]: mount for mount in reversed(container["volumeMounts"])}
+        container["volumeMounts"] = list(reversed(by_path.values()))
     return dict(body)
 
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import pytest
+import serving
 
 
 def _deployment(image: str) -> dict[str, Any]:
@@ -69,3 +74,20 @@ def test_a_pod_runs_on_the_node(node_api: Any, nodes: ModuleType) -> None:
         "the namespace is gone",
         lambda: node_api.request("GET", f"/api/v1/namespaces/{namespace}")[0] == 404,
     )
+
+
+@pytest.mark.parametrize("home", ["/usr", "/usr/local", "/opt/python"])
+def test_the_engine_of_the_demo_mounts_each_directory_once(
+    home: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever the machine's Python is installed."""
+    monkeypatch.setattr(sys, "base_prefix", home)
+    template = serving.engine_deployment(Path("/model"))["spec"]["template"]["spec"]
+    (container,) = template["containers"]
+    paths = [mount["mountPath"] for mount in container["volumeMounts"]]
+    assert len(paths) == len(set(paths))
+    assert {"/usr", "/etc/ssl", home, sys.prefix, "/model", "/dev/shm"} == set(paths)
+    volumes = {volume["name"]: volume for volume in template["volumes"]}
+    for mount in container["volumeMounts"]:
+        source = volumes[mount["name"]].get("hostPath", {}).get("path", "/dev/shm")
+        assert source == mount["mountPath"]

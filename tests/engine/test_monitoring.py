@@ -135,7 +135,7 @@ def test_the_linter_of_prometheus_accepts_the_real_output(serving: Serving) -> N
 def test_no_alert_is_raised_while_all_is_well(serving: Serving) -> None:
     # In the first hour a tier may look as if it earned nothing.
     names = {alert.name for alert in ALERTS if alert.severity != "info"}
-    assert names & set(serving.prometheus.alerts()) == set()
+    serving.prometheus.wait_quiet(names)
 
 
 def test_no_traffic_is_refused_for_a_while(serving: Serving) -> None:

@@ -43,7 +43,7 @@ def prompts(chunk_tokens: int) -> list[list[int]]:
     ]
 
 
-class _Engine:
+class SequentialEngine:
     """One engine of the process, with or without KVTier."""
 
     def __init__(self, options: dict[str, Any]) -> None:
@@ -115,7 +115,7 @@ class _Engine:
         gc.collect()
 
 
-def replica_of(engine: _Engine) -> Any:
+def replica_of(engine: SequentialEngine) -> Any:
     """The keys that the engine knows."""
     return engine.scheduler.session.replica
 
@@ -148,10 +148,10 @@ def run(name: str, directory: Path) -> dict[str, Any]:
         },
     }
     wanted = prompts(model.chunk_tokens)
-    plain = _Engine(options)
+    plain = SequentialEngine(options)
     result: dict[str, Any] = {"plain": plain.pass_over(wanted)}
     plain.close()
-    first = _Engine(kvtier)
+    first = SequentialEngine(kvtier)
     first.wait("not attached", first.attached)
     result["first"] = first.pass_over(wanted)
     first.wait("not stored", first.stored)
@@ -161,7 +161,7 @@ def run(name: str, directory: Path) -> dict[str, Any]:
     result["dropped"] = dict(first.scheduler.stores.dropped)
     result["objects"] = len(first.scheduler.session.replica)
     first.close()
-    second = _Engine(kvtier)
+    second = SequentialEngine(kvtier)
     second.wait("not attached after the restart", second.attached)
     second.wait("files not found", lambda: len(replica_of(second)) >= result["objects"])
     result["restarted"] = second.pass_over(wanted)

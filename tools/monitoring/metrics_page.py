@@ -9,6 +9,7 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier.engines.vllm import counters as engine_counters
+from kvtier.engines.vllm.multi import counters as multi_counters
 from kvtier.store.types import Accounts, StoreCounters
 from kvtier.tierd.status import Snapshot, TierSnapshot, VolumeSnapshot, metrics_text
 from kvtier_operator.api.status import PolicyStatus
@@ -73,15 +74,34 @@ def engine() -> list[Row]:
         )
         for metric in engine_counters.COUNTERS
     ]
-    return [
-        *rows,
-        *(
-            Row(f"vllm:kvtier_{name}", kind, (), text)
-            for kind, (name, text) in (
-                ("gauge", engine_counters.WITHOUT_TIERS),
-                ("histogram", engine_counters.LOAD_DURATION),
+    name, text = engine_counters.WITHOUT_TIERS
+    rows.append(Row(f"vllm:kvtier_{name}", "gauge", (), text))
+    for kind, metrics in (
+        ("gauge", engine_counters.GAUGES),
+        ("histogram", engine_counters.HISTOGRAMS),
+    ):
+        rows += [
+            Row(
+                f"vllm:kvtier_{metric.name}",
+                kind,
+                (metric.label,) if metric.label else (),
+                metric.help,
             )
-        ),
+            for metric in metrics
+        ]
+    return rows
+
+
+def several_connectors() -> list[Row]:
+    """What ``WeightedMultiConnector`` adds to the engine's metrics."""
+    return [
+        Row(
+            f"vllm:kvtier_{metric.name}_total",
+            "counter",
+            (multi_counters.CONNECTOR_LABEL, *((metric.label,) if metric.label else ())),
+            metric.help,
+        )
+        for metric in multi_counters.MULTI_COUNTERS
     ]
 
 
@@ -140,6 +160,13 @@ def text() -> str:
             "The engine's own port. vLLM adds `model_name` and `engine`. The prefix is vLLM's, "
             "because vLLM registers and reads its metrics by it.",
             engine(),
+        ),
+        (
+            "Several connectors",
+            "The engine's own port, with `WeightedMultiConnector` "
+            "([Use a policy with another connector](../other-connectors.md)). `connector` is the "
+            "name of a child. Every metric of a child has that label too, those above among them.",
+            several_connectors(),
         ),
         ("The operator", "Port 9402 of the controller and of the webhook.", operator()),
     ):

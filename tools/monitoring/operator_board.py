@@ -142,6 +142,7 @@ OPERATOR = Board(
                         "{{path}} p99",
                     ),
                 ),
+                needs="pods or policies that are created meanwhile",
             ),
             Panel(
                 "Certificate expires in",

@@ -29,8 +29,8 @@ class Query:
 @dataclass(frozen=True, slots=True)
 class Panel:
     """One panel. ``runbook``: the alert whose runbook it links to. ``fault``: what must happen
-    before it has data, for the test with a real Prometheus. ``needs``: without what in the policy
-    it has no data, shown where it is empty. ``bad``: from which value on it is red.
+    before it has data, for the test with a real Prometheus. ``needs``: without what it has
+    no data, shown where it is empty. ``bad``: from which value on it is red.
     """
 
     title: str

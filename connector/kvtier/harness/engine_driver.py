@@ -7,10 +7,12 @@ makes a step only on command, so a test can stop it between any two steps.
 
 Commands (``do``), with their arguments:
 
-``add {name, prompt, max_tokens, salt?, lora?, priority?}``
-    queues a request; nothing runs yet. ``lora``: {name, number, path, inplace?}.
+``add {name, prompt, max_tokens, salt?, lora?, transfer?}``
+    queues a request; nothing runs yet. ``lora``: {name, number, path, inplace?}. ``transfer``: its
+    ``kv_transfer_params``.
 ``step {count=1}``
-    makes steps; returns the requests that finished: {id: {tokens, cached, reason}}.
+    makes steps; returns the requests that finished: {id: {tokens, cached, reason,
+    transfer}}.
 ``finish {ids, seconds=90}``
     steps until all of ``ids`` have finished; returns the same, and the number of steps as "steps".
 ``abort {ids}``
@@ -24,7 +26,8 @@ Commands (``do``), with their arguments:
 ``state {}``
     {waiting, running, requests, free_blocks} of the scheduler.
 ``connector {}``
-    the state of KVTier's scheduler side, with its namespace; empty without KVTier.
+    the state of KVTier's scheduler side, with its namespace, and the connector's class and file;
+    empty without KVTier.
 ``set {variables}``
     sets environment variables of the engine's process.
 ``call {function}``
@@ -38,6 +41,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import inspect
 import json
 import os
 import sys
@@ -88,7 +92,13 @@ class Driver:
         return self.names.get(internal, internal)
 
     def add(
-        self, name: str, prompt: list[int], max_tokens: int, salt: str = "", lora: Any = None
+        self,
+        name: str,
+        prompt: list[int],
+        max_tokens: int,
+        salt: str = "",
+        lora: Any = None,
+        transfer: dict[str, Any] | None = None,
     ) -> None:
         """Queues one request."""
         from vllm import SamplingParams
@@ -103,7 +113,11 @@ class Driver:
                 lora["name"], lora["number"], lora["path"], load_inplace=lora.get("inplace", False)
             )
         parameters = SamplingParams(
-            temperature=0, detokenize=False, ignore_eos=True, max_tokens=max_tokens
+            temperature=0,
+            detokenize=False,
+            ignore_eos=True,
+            max_tokens=max_tokens,
+            extra_args={"kv_transfer_params": transfer} if transfer else None,
         )
         internal = self.engine.add_request(name, content, parameters, lora_request=adapter)
         self.names[internal or name] = name
@@ -120,6 +134,7 @@ class Driver:
                         "tokens": list(completion.token_ids),
                         "cached": output.num_cached_tokens,
                         "reason": completion.finish_reason,
+                        "transfer": getattr(output, "kv_transfer_params", None),
                     }
         self.done.update(finished)
         return finished
@@ -201,12 +216,18 @@ class Driver:
 
     def connector(self) -> dict[str, Any]:
         """The state of KVTier's scheduler side."""
-        kvtier = getattr(self.scheduler.connector, "_scheduler", None)
+        connector = self.scheduler.connector
+        # Beside other connectors it is a child.
+        beside = [child.connector for child in getattr(connector, "_children", ())]
+        sides = [getattr(each, "_scheduler", None) for each in (connector, *beside)]
+        kvtier = next((side for side in sides if side is not None), None)
         if kvtier is None:
             return {}
         ready = kvtier.session.ready
         return {
             **kvtier.snapshot(),
+            "class": f"{type(connector).__module__}.{type(connector).__qualname__}",
+            "file": inspect.getfile(type(connector)),
             "namespace": ready.namespace if ready is not None else "",
             "worker_epoch": kvtier.stores.worker_epoch or 0,
             "credits": sum(len(slots) for slots in kvtier.session.credits),

@@ -109,7 +109,7 @@ def write_llama(directory: Path, shape: TinyLlama = CPU_LLAMA, seed: int = 0) ->
     tensors = {name: _normal(generator, size) for name, size in _weights(shape)}
     for name in _norms(shape):
         tensors[name] = np.ones(shape.hidden, dtype=np.float32)
-    _write_safetensors(directory / "model.safetensors", tensors, shape.dtype)
+    write_tensors(directory / "model.safetensors", tensors, shape.dtype)
     return directory
 
 
@@ -141,7 +141,7 @@ def write_lora(directory: Path, shape: TinyLlama = CPU_LLAMA, seed: int = 0, ran
                 tensors[f"base_model.model.{name}.lora_B.weight"] = _normal(
                     generator, (outputs, rank)
                 )
-    _write_safetensors(directory / "adapter_model.safetensors", tensors, shape.dtype)
+    write_tensors(directory / "adapter_model.safetensors", tensors, shape.dtype)
     return directory
 
 
@@ -180,9 +180,9 @@ def _encoded(values: Array, dtype: str) -> bytes:
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2").tobytes()
 
 
-def _write_safetensors(path: Path, tensors: Mapping[str, Array], dtype: str) -> None:
-    """The format: length of the header (8 bytes, little endian), the header as JSON, then the
-    tensors' bytes.
+def write_tensors(path: Path, tensors: Mapping[str, Array], dtype: str) -> None:
+    """Writes a safetensors file: the length of the header (8 bytes, little endian), the header as
+    JSON, then the tensors' bytes.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     payload, offset = [], 0

@@ -124,15 +124,18 @@ def _all_known(found: dict[int, NodeCounts]) -> bool:
     return stored > 0 and all(status.known == stored for status in found.values())
 
 
-def run(name: str, root: Path, home: Path, seconds: float) -> Measurements:
-    """Runs one fault on a new directory ``root``; logs and counts are in ``home``."""
+def run(
+    name: str, root: Path, home: Path, seconds: float, slack_seconds: float = 0.0
+) -> Measurements:
+    """Runs one fault on a new directory ``root``; logs and counts are in ``home``.
+    ``slack_seconds``: what a slow machine may add to a wait of a second."""
     damage = DAMAGES.get(name)
-    measurements = Measurements()
+    measurements, patience = Measurements(), 1 + slack_seconds
     writers, readers = (NODES, 0) if damage is not None else (1, READERS)
     nodes = AnnouncedNodes(root, home, writers, readers)
     damaged = 0
     try:
-        if not nodes.wait(START_SECONDS, lambda found: bool(_logs(root))):
+        if not nodes.wait(patience * START_SECONDS, lambda found: bool(_logs(root))):
             raise TimeoutError("the processes did not start to announce")
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -147,7 +150,7 @@ def run(name: str, root: Path, home: Path, seconds: float) -> Measurements:
             time.sleep(DAMAGE_SECONDS)
         nodes.stop_storing()
         stopped = time.monotonic()
-        if nodes.wait(RECOVERY_SECONDS, _all_known):
+        if nodes.wait(patience * RECOVERY_SECONDS, _all_known):
             measurements.recovery_seconds = time.monotonic() - stopped
     finally:
         found, problem = nodes.end()

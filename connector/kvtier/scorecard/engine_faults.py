@@ -15,7 +15,7 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any
 
 from kvtier import payload as payload_writer
 from kvtier.config.models import Daemon
+from kvtier.engines.vllm.plugin import CONNECTOR_MODULE, CONNECTOR_NAME
 from kvtier.harness.engine_process import EngineProcessError
 from kvtier.harness.engine_requests import ReferenceEngine
 from kvtier.harness.engine_testbed import (
@@ -129,6 +130,15 @@ def run_engine_faults(
         shutil.rmtree(home, ignore_errors=True)
 
 
+def check_shipped(connector: Mapping[str, Any], payload: Path) -> None:
+    """Raises ``EngineProcessError`` unless the engine's connector is the one that engine pods get,
+    from the same payload. ``connector``: as ``EngineTestbed.drive("connector")`` returns it."""
+    name, file = connector.get("class", "none"), Path(connector.get("file", ""))
+    shipped = f"{CONNECTOR_MODULE}.{CONNECTOR_NAME}"
+    if name != shipped or payload.resolve() not in file.resolve().parents:
+        raise EngineProcessError(f"the engine's connector is {name} in {file}: must be {shipped}")
+
+
 class _EngineFaultTestbed:
     """Two engines, one of them with a file tier on the mount."""
 
@@ -163,6 +173,7 @@ class _EngineFaultTestbed:
         stack.callback(self.testbed.close)
         self.testbed.start_daemon()
         self.testbed.start()
+        check_shipped(self.testbed.drive("connector"), payload)
         self.plain: ReferenceEngine = ReferenceEngine(engine.wait_ready())
         self.seed = 1_000
         self.usual = statistics.median(self._fresh()[0] for _ in range(RUNS))

@@ -422,7 +422,9 @@ def announcement_fault(
 ) -> ScorecardRow:
     """A fault of the logs of a directory that several processes share."""
     try:
-        found = announcement_faults.run(name, place / name, home / f"{name}-nodes", options.seconds)
+        found = announcement_faults.run(
+            name, place / name, home / f"{name}-nodes", options.seconds, options.slack_seconds
+        )
     except (OSError, TimeoutError) as error:
         reason = f"the fault could not be injected: {type(error).__name__}: {error}"
         return ScorecardRow(name, FAIL, reason, announcement_faults.MEANS)

@@ -20,7 +20,6 @@ from kvtier.config.models import BreakerSettings, IsolationSettings, Live, Selec
 from kvtier.harness.file_writers import directory_bytes
 from kvtier.harness.stub_engine import StubEngine
 from kvtier.harness.tierd_testbed import (
-    WAIT_SECONDS,
     TierdOptions,
     TierdTestbed,
     environment,
@@ -35,6 +34,8 @@ MEMORY_BYTES = 2 * MIB
 CAPACITY_BYTES = 24 * MIB
 BUDGET_SECONDS = 0.5
 """How long a load may wait."""
+START_SECONDS = 180.0
+"""A daemon that is started serves after a second; on an emulated machine it may take minutes."""
 FILL_SECONDS = 300.0
 """A slow machine needs several attempts to write what little RAM keeps for a short time only."""
 BREAKER = BreakerSettings(failure_threshold=5, period_seconds=2)
@@ -87,7 +88,7 @@ class SkewedTestbed(TierdTestbed):
         self._faults_file = faults_file
 
     def start_tierd(
-        self, fencing: bool = True, tiers: bool = True, seconds: float = WAIT_SECONDS
+        self, fencing: bool = True, tiers: bool = True, seconds: float = START_SECONDS
     ) -> int:
         """Starts the daemon with a clock that ``skew_file`` moves."""
         command = [

@@ -32,7 +32,7 @@ def render(
 ) -> list[dict[str, Any]]:
     """The objects. ``values`` replace defaults, as those of ``--values`` do."""
     texts = render_files(values, namespace).values()
-    return [body for text in texts for body in yaml.safe_load_all(text) if body]
+    return [body for text in texts for body in yaml.load_all(text, yaml.CSafeLoader) if body]
 
 
 def one(objects: list[dict[str, Any]], kind: str, name: str | None = None) -> dict[str, Any]:

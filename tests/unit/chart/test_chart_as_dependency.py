@@ -45,7 +45,7 @@ def kinds(parent: Path, values: dict[str, Any]) -> set[str]:
         body["kind"]
         for text in rendered.values()
         if "kind:" in text
-        for body in yaml.safe_load_all(text)
+        for body in yaml.load_all(text, yaml.CSafeLoader)
         if body
     }
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.unit.chart.rendered import NAMESPACE, helm, one, render, render_files
+from tests.unit.chart.rendered import CHART, NAMESPACE, helm, one, render, render_files
 
 from kvtier_operator.settings import Settings
 
@@ -417,3 +417,16 @@ def test_all_contradictions_are_reported_at_once() -> None:
 def test_values_that_would_break_the_operator_are_rejected(values: dict[str, Any]) -> None:
     with pytest.raises(helm.HelmValuesError):
         render(values)
+
+
+def test_the_notes_say_what_host_network_needs() -> None:
+    def notes(values: dict[str, Any]) -> str:
+        with helm.Chart.load(CHART) as chart:
+            texts = chart.render(values, name="kvtier", namespace=NAMESPACE)
+        (text,) = (text for name, text in texts.items() if name.endswith("NOTES.txt"))
+        return " ".join(str(text).split())
+
+    assert "network of its nodes" not in notes({})
+    found = notes({"webhook": {"hostNetwork": True, "replicas": 3, "port": 8443}})
+    assert "each of its 3 replicas needs a node of its own" in found
+    assert "ports 8443 and 9402 are free" in found

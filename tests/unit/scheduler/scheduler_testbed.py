@@ -216,6 +216,10 @@ class FakeRequest:
     def num_tokens(self) -> int:
         return len(self.all_tokens)
 
+    @property
+    def all_token_ids(self) -> list[int]:
+        return self.all_tokens
+
     def append(self, *tokens: int) -> None:
         """Sampled tokens."""
         self.all_tokens += tokens
@@ -404,6 +408,7 @@ class SchedulerTestbed:
         loads: Iterable[LoadResult] = (),
         done: dict[int, int] | None = None,
         epoch: int | None = None,
+        recomputes: bool = False,
     ) -> None:
         """The workers have executed ``step`` (default: all that was built)."""
         self.scheduler.update_connector_output(
@@ -414,7 +419,8 @@ class SchedulerTestbed:
                 attached_epoch=self.client.epoch if epoch is None else epoch,
                 identity=self.built.identity,
                 weights=self.fingerprints() if self.built.report_weights else (),
-            )
+            ),
+            recomputes=recomputes,
         )
 
     def fingerprints(self) -> tuple[tuple[int, str, str], ...]:

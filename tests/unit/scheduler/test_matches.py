@@ -12,6 +12,7 @@ from tests.unit.scheduler.scheduler_testbed import (
     topology,
 )
 
+from kvtier.engines.vllm.metrics import KVTierStats
 from kvtier.store.generations import unpack_location
 from kvtier.tierd.wire import Load, LoadReleased, Promote
 
@@ -138,16 +139,35 @@ def test_a_missing_delta_disables_matches_until_a_snapshot_arrives(
 
 
 @pytest.mark.parametrize(
-    "more",
-    [{"prompt_embeds": object()}, {"resumable": True}, {"skip_reading_prefix_cache": True}],
-    ids=lambda more: next(iter(more)),
+    ("more", "reason"),
+    [
+        ({"prompt_embeds": object()}, "prompt_embeds"),
+        ({"resumable": True}, "streaming_session"),
+        ({"skip_reading_prefix_cache": True}, "not_read"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_requests_whose_hashes_do_not_identify_their_kv_are_skipped(
-    testbed: SchedulerTestbed, more: dict[str, object]
+def test_requests_that_must_not_be_loaded_are_skipped_and_counted_by_reason(
+    testbed: SchedulerTestbed, more: dict[str, object], reason: str
 ) -> None:
     request = testbed.request(300, **more)
     testbed.hold(request.keys(0, 4))
     assert testbed.ask(request) == 0
+    testbed.finish(request)
+    stats = KVTierStats()
+    testbed.scheduler.collect_stats(stats)
+    assert stats.data["skipped_requests"] == {reason: 1}
+    testbed.scheduler.collect_stats(stats)
+    assert stats.data["skipped_requests"] == {reason: 1}
+
+
+def test_a_request_that_is_served_is_not_counted_as_skipped(testbed: SchedulerTestbed) -> None:
+    request = testbed.request(300)
+    testbed.ask(request)
+    testbed.finish(request)
+    stats = KVTierStats()
+    testbed.scheduler.collect_stats(stats)
+    assert "skipped_requests" not in stats.data
 
 
 def test_a_load_names_its_keys_and_the_blocks_they_go_to(testbed: SchedulerTestbed) -> None:

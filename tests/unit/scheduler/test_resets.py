@@ -355,3 +355,38 @@ def test_rpcs_that_may_change_weights_are_signals(method: object, signals: list[
     EngineCore.collective_rpc(core, method=method)  # type: ignore[arg-type]
     assert called == [method, method]
     assert listener.seen == signals * 2
+
+
+def test_a_request_of_the_one_step_that_takes_the_fingerprint_is_stored(
+    testbed: SchedulerTestbed,
+) -> None:
+    """As embeddings are, and requests for one token: they end before the report arrives."""
+    _known(testbed)
+    testbed.client.credit(8)
+    testbed.pool.reset_prefix_cache()
+    request = testbed.request(TOKENS)
+    testbed.ask(request)
+    assert testbed.build({"r": TOKENS}).report_weights
+    testbed.finish(request)
+    testbed.report()
+    assert len(testbed.build().stores) == CHUNKS
+    assert testbed.scheduler.stores.dropped == {}
+
+
+def test_it_is_not_stored_if_the_engine_still_has_kv_of_other_weights(
+    testbed: SchedulerTestbed,
+) -> None:
+    _known(testbed)
+    testbed.client.credit(8)
+    testbed.scheduler.on_engine_signal("reload_weights")
+    request = testbed.request(TOKENS)
+    testbed.ask(request)
+    testbed.build({"r": TOKENS})
+    testbed.finish(request)
+    testbed.weights = ("other",)
+    testbed.report()
+    for _ in range(4):
+        testbed.now += 0.2
+        assert testbed.run().stores == []
+    assert testbed.scheduler.stores.dropped == {"weights_stale": CHUNKS}
+    assert testbed.pool.referenced() == []

@@ -11,7 +11,15 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from tests.unit.scheduler.scheduler_testbed import CHUNK, SchedulerTestbed, topology
+from tests.unit.scheduler.scheduler_testbed import (
+    CHUNK,
+    DISK,
+    NFS,
+    RAM,
+    SLOT_BYTES,
+    SchedulerTestbed,
+    topology,
+)
 
 from kvtier.config.writer import write
 from kvtier.engines.common.worker_transfers import IDENTITY_CHANGED
@@ -19,6 +27,7 @@ from kvtier.engines.vllm import counters
 from kvtier.engines.vllm.connector import tier_names
 from kvtier.engines.vllm.metrics import MAX_OBSERVATIONS, KVTierPromMetrics, KVTierStats
 from kvtier.store.types import PromotionOutcome
+from kvtier.tierd.wire import LiveSettings, Promote, Usable
 
 
 def _stats() -> KVTierStats:
@@ -26,7 +35,7 @@ def _stats() -> KVTierStats:
     stats.add("loaded_tokens", 128, "ram")
     stats.add("loaded_tokens", 64, "disk")
     stats.add("offered_tokens", 256)
-    stats.observe_loads([0.25, 0.75])
+    stats.observe("load_duration_seconds", [0.25, 0.75], "disk")
     return stats
 
 
@@ -38,21 +47,21 @@ def test_stats_are_plain_data() -> None:
 def test_stats_of_ranks_and_scheduler_are_aggregated() -> None:
     joined = _stats().aggregate(_stats())
     assert joined.data["loaded_tokens"] == {"ram": 256, "disk": 128}
-    assert joined.data["load_seconds"] == [0.25, 0.75, 0.25, 0.75]
+    assert joined.data["load_duration_seconds"] == {"disk": [0.25, 0.75, 0.25, 0.75]}
 
 
 def test_the_log_line_shows_totals() -> None:
     assert _stats().reduce() == {
         "kvtier_loaded_tokens": 192,
         "kvtier_offered_tokens": 256,
-        "kvtier_load_seconds_mean": 0.5,
+        "kvtier_load_duration_seconds_mean": 0.5,
     }
 
 
 def test_stats_without_counts_are_empty() -> None:
     stats = KVTierStats()
     stats.add("offered_tokens", 0)
-    stats.observe_loads([])
+    stats.observe("load_duration_seconds", [])
     assert stats.is_empty()
     filled = _stats()
     filled.reset()
@@ -62,8 +71,8 @@ def test_stats_without_counts_are_empty() -> None:
 def test_load_durations_are_bounded() -> None:
     stats = KVTierStats()
     for _ in range(3):
-        stats.observe_loads([0.1] * MAX_OBSERVATIONS)
-    assert len(stats.data["load_seconds"]) == MAX_OBSERVATIONS
+        stats.observe("wait_seconds", [0.1] * MAX_OBSERVATIONS)
+    assert len(stats.data["wait_seconds"][""]) == MAX_OBSERVATIONS
 
 
 class _Types:
@@ -102,7 +111,9 @@ def test_metrics_have_the_engines_labels() -> None:
     text = types.text()
     assert 'vllm:kvtier_loaded_tokens_total{engine="1",model_name="m",tier="disk"} 128.0' in text
     assert 'vllm:kvtier_offered_tokens_total{engine="1",model_name="m"} 512.0' in text
-    assert 'vllm:kvtier_load_duration_seconds_count{engine="1",model_name="m"} 4.0' in text
+    assert (
+        'vllm:kvtier_load_duration_seconds_count{engine="1",model_name="m",tier="disk"} 4.0' in text
+    )
 
 
 @pytest.mark.parametrize(
@@ -110,7 +121,8 @@ def test_metrics_have_the_engines_labels() -> None:
     [
         {"unheard": {"": 1}},
         {"loaded_tokens": 3},
-        {"load_seconds": ["x"]},
+        {"load_duration_seconds": {"": ["x"]}},
+        {"gauges": {"unheard": {"": 1}}},
         {"offered_tokens": {"": -1}},
     ],
 )
@@ -214,6 +226,7 @@ SOURCES = {
     "abandon": ("load_failures", 0),
     "_drain": ("load_failures", 0),
     "_reject": ("rejected_hints", 1),
+    "_count_query": ("decisions", 1),
     "_drop": ("dropped_stores", 1),
     "_drop_held": ("dropped_stores", 1),
     "_drop_planned": ("dropped_stores", 0),
@@ -223,7 +236,17 @@ ATTRIBUTES = {
     "failures": "load_failures",
     "promotions": "promotions",
     "dropped": "dropped_stores",
+    "skipped": "skipped_requests",
     "outcomes": "prefetch_hints",
+    "unannounced": "dropped_kv_events",
+    "counts": "kv_events",
+}
+RETURNS = {
+    "_cannot_reference": "dropped_stores",
+    "_store_blocked_reason": "dropped_stores",
+    "_request_blocked_reason": "dropped_stores",
+    "initial_skip_reason": "skipped_requests",
+    "_skip_reason": "decisions",
 }
 NAMES = {"hook": "errors", "reason": "load_failures"}
 NOT_EVENTS = ("loaded_bytes", "stored_bytes", "loads_whole", "stores_delivered")
@@ -260,6 +283,14 @@ def _counted_by(node: ast.AST) -> Iterator[tuple[str, str]]:
         for target in targets:
             if isinstance(target, ast.Attribute) and target.attr == "stop_reason":
                 yield from (("load_failures", value) for value in _strings(node.value))
+            elif isinstance(target, ast.Attribute) and target.attr == "skip_reason":
+                yield from (("skipped_requests", value) for value in _strings(node.value))
+            elif isinstance(target, ast.Attribute) and target.attr == "decision":
+                yield from (("decisions", value) for value in _strings(node.value))
+            elif isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                for each, value in zip(target.elts, node.value.elts, strict=False):
+                    if isinstance(each, ast.Attribute) and each.attr == "decision":
+                        yield from (("decisions", text) for text in _strings(value))
             elif isinstance(target, ast.Name) and target.id in NAMES:
                 yield from ((NAMES[target.id], value) for value in _strings(node.value))
             elif isinstance(target, ast.Subscript) and isinstance(target.value, ast.Attribute):
@@ -268,13 +299,10 @@ def _counted_by(node: ast.AST) -> Iterator[tuple[str, str]]:
                     yield from ((counter, value) for value in _strings(target.slice))
     elif isinstance(node, ast.keyword) and node.arg == "reason":
         yield from (("load_failures", value) for value in _strings(node.value))
-    elif isinstance(node, ast.FunctionDef) and node.name in (
-        "_cannot_reference",
-        "_store_blocked_reason",
-    ):
+    elif isinstance(node, ast.FunctionDef) and node.name in RETURNS:
         for each in ast.walk(node):
             if isinstance(each, ast.Return) and each.value is not None:
-                yield from (("dropped_stores", value) for value in _strings(each.value))
+                yield from ((RETURNS[node.name], value) for value in _strings(each.value))
 
 
 def _strings(node: ast.AST) -> list[str]:
@@ -318,3 +346,154 @@ def test_heartbeats_carry_prompt_tokens_and_loaded_tokens_by_tier(
     beat = testbed.client.heartbeat()
     assert beat.prompt_tokens == 300
     assert beat.loaded_tokens == (2 * CHUNK, 2 * CHUNK)
+
+
+def _collected(testbed: SchedulerTestbed) -> KVTierStats:
+    stats = KVTierStats()
+    testbed.scheduler.collect_stats(stats)
+    testbed.scheduler.report_gauges(stats)
+    return stats
+
+
+def test_each_admission_is_one_query_with_one_decision(testbed: SchedulerTestbed) -> None:
+    loaded, absent, short, unread = (
+        testbed.request(300, name, seed) for seed, name in enumerate(("load", "no", "short", "un"))
+    )
+    testbed.hold(loaded.keys(0, 4))
+    testbed.client.sink(LiveSettings(settings=_live(min_load_tokens=3 * CHUNK)))
+    testbed.hold(short.keys(0, 2))
+    unread.skip_reading_prefix_cache = True
+    for request in (loaded, absent, short, unread):
+        for _ in range(3):
+            testbed.ask(request)
+    hinted = testbed.request(300, "hint", 9, kv_transfer_params={"kvtier.skip_load": True})
+    embedded = testbed.request(300, "embedded", 9, prompt_embeds=object())
+    testbed.ask(hinted)
+    testbed.ask(embedded)
+    stats = _collected(testbed)
+    assert stats.data["queries"] == {"": 6}
+    assert stats.data["queried_tokens"] == {"": 6 * 300}
+    assert stats.data["decisions"] == {
+        "load": 1, "not_held": 1, "too_short": 1, "not_read": 1, "skip_load": 1, "skipped": 1
+    }  # fmt: skip
+    # The second admission, after a preemption, is another query.
+    testbed.run({"load": 300})
+    testbed.preempt(loaded)
+    testbed.build(preempted=["load"])
+    testbed.ask(loaded)
+    assert _collected(testbed).data["queries"] == {"": 1}
+
+
+def _live(**changes: Any) -> str:
+    return topology().live.model_copy(update=changes).model_dump_json(by_alias=True)
+
+
+def test_a_lookup_without_tierd_is_a_decision() -> None:
+    testbed = SchedulerTestbed(attach=False)
+    testbed.ask(testbed.request(300))
+    stats = _collected(testbed)
+    assert stats.data["decisions"] == {"not_ready": 1}
+    assert stats.data["gauges"]["tier_usable"] == {"ram": 0, "disk": 0, "nfs": 0}
+
+
+def test_the_time_that_a_request_waits_for_a_tier_is_observed(testbed: SchedulerTestbed) -> None:
+    request = testbed.request(300)
+    testbed.hold(request.keys(0, 4), DISK)
+    assert testbed.ask(request) is None
+    assert _collected(testbed).data["gauges"]["waiting_requests"] == {"": 1}
+    (promote,) = testbed.client.take(Promote)
+    testbed.now += 0.25
+    testbed.client.promoted(promote.promotion, 4)
+    assert testbed.ask(request)
+    stats = _collected(testbed)
+    assert stats.data["wait_seconds"] == {"": [0.25]}
+    assert stats.data["gauges"]["waiting_requests"] == {"": 0}
+
+
+def test_a_promotion_that_brings_nothing_is_a_decision(testbed: SchedulerTestbed) -> None:
+    request = testbed.request(300)
+    testbed.hold(request.keys(0, 4), DISK)
+    assert testbed.ask(request) is None
+    (promote,) = testbed.client.take(Promote)
+    testbed.client.promoted(promote.promotion, 0, "failed")
+    assert testbed.ask(request) == 0
+    assert _collected(testbed).data["decisions"] == {"not_in_time": 1}
+
+
+def test_loads_are_measured_by_tier(testbed: SchedulerTestbed) -> None:
+    request = testbed.request(300)
+    job = testbed.promoted_load(request, (0, 1, 1, 2))
+    assert _collected(testbed).data["gauges"]["loads_in_flight"] == {"": 1}
+    testbed.report(loads=[testbed.result(job.load, 4)])
+    stats = _collected(testbed)
+    assert list(stats.data["load_duration_seconds"]) == ["nfs"]
+    assert stats.data["tier_loaded_bytes"] == {
+        "ram": SLOT_BYTES, "disk": 2 * SLOT_BYTES, "nfs": SLOT_BYTES
+    }  # fmt: skip
+    assert stats.data["gauges"]["loads_in_flight"] == {"": 0}
+
+
+def test_stores_are_measured(testbed: SchedulerTestbed) -> None:
+    testbed.client.credit(8)
+    request = testbed.request(300)
+    testbed.ask(request)
+    testbed.run({"r": 300})
+    testbed.run({"r": 1})
+    stats = _collected(testbed)
+    assert stats.data["gauges"]["stores_in_flight"][""] > 0
+    testbed.now += 0.5
+    stores = testbed.scheduler.stores
+    testbed.report(done=dict.fromkeys(stores._open, 1))
+    stats = _collected(testbed)
+    assert stats.data["store_duration_seconds"] == {"": [0.5] * 4}
+    assert stats.data["gauges"]["stores_in_flight"] == {"": 0}
+
+
+def test_the_state_of_breakers_and_the_applied_generation_are_gauges(
+    testbed: SchedulerTestbed,
+) -> None:
+    testbed.build()
+    assert _collected(testbed).data["gauges"]["tier_usable"] == {"ram": 1, "disk": 1, "nfs": 1}
+    testbed.client.sink(Usable(bits=RAM | NFS))
+    testbed.client.sink(LiveSettings(settings=_live(generation=7)))
+    testbed.build()
+    stats = _collected(testbed)
+    # Only what has changed is reported.
+    assert stats.data["gauges"] == {"tier_usable": {"disk": 0}, "applied_generation": {"": 7}}
+    types = _Types()
+    metrics = _metrics(types)
+    metrics.observe(stats.data, 1)
+    text = types.text()
+    assert 'vllm:kvtier_applied_generation{engine="1",model_name="m"} 7.0' in text
+    assert 'vllm:kvtier_tier_usable{engine="1",model_name="m",tier="disk"} 0.0' in text
+    assert "gauges" not in _collected(testbed).data
+
+
+def test_counters_go_on_over_restarts_of_tierd(testbed: SchedulerTestbed) -> None:
+    types = _Types()
+    metrics = _metrics(types)
+    before: dict[str, float] = {}
+    for epoch in range(2, 5):
+        request = testbed.request(300, f"r{epoch}", epoch)
+        testbed.hold(request.keys(0, 4))
+        testbed.admit(request, 0, testbed.ask(request) or 0)
+        (job,) = testbed.build().loads
+        testbed.report(loads=[testbed.result(job.load, 4, request.request_id)])
+        metrics.observe(_collected(testbed).data, 1)
+        after = _totals(types.text())
+        assert {name for name in before if after[name] < before[name]} == set()
+        assert after["vllm:kvtier_loaded_tokens_total"] == (epoch - 1) * 4 * CHUNK
+        before = after
+        testbed.client.lose()
+        testbed.client.welcome(epoch=epoch)
+        testbed.client.ready()
+        testbed.build()
+
+
+def _totals(text: str) -> dict[str, float]:
+    totals: dict[str, float] = {}
+    for line in text.splitlines():
+        name = line.partition("{")[0]
+        if name.endswith(("_total", "_count", "_sum")) and not line.startswith("#"):
+            totals[name] = totals.get(name, 0) + float(line.rpartition(" ")[2])
+    return totals

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from tests.unit.scheduler.scheduler_testbed import (
     BLOCK,
@@ -14,6 +16,7 @@ from tests.unit.scheduler.scheduler_testbed import (
     topology,
 )
 
+from kvtier.engines.common.request_state import RequestState
 from kvtier.engines.common.scheduler_stores import (
     PROGRESS_TIMEOUT_SECONDS,
     RECENTLY_COMMITTED_SECONDS,
@@ -73,6 +76,28 @@ def test_nothing_is_stored_before_its_step_was_executed(testbed: SchedulerTestbe
     assert testbed.build({"r": 300}).stores == []
     request.append(1)
     assert testbed.build({"r": 1}).stores == []
+
+
+@pytest.mark.parametrize("later_step", [False, True], ids=["in the step", "one step later"])
+def test_nothing_is_stored_of_steps_that_vllm_has_turned_back(
+    testbed: SchedulerTestbed, later_step: bool
+) -> None:
+    # Another connector has loaded 128 tokens within the step, and failed for the second half.
+    request = testbed.request(300)
+    testbed.ask(request)
+    testbed.build({"r": 300})
+    first = testbed.step
+    if later_step:
+        # Async scheduling: the next step was built before the first one's output was known.
+        request.append(1)
+        testbed.build({"r": 1})
+    request.num_computed_tokens = 64
+    testbed.report(first, recomputes=True)
+    if later_step:
+        testbed.report()
+    assert testbed.build({"r": 236}).stores == []
+    testbed.report()
+    assert chunks_of(testbed, testbed.build({"r": 1}).stores) == [0, 1, 2, 3]
 
 
 def test_whole_chunks_are_stored_once_their_step_was_executed(testbed: SchedulerTestbed) -> None:
@@ -369,6 +394,63 @@ def test_without_a_free_slot_a_store_waits_while_the_request_runs() -> None:
     assert chunks_of(testbed, testbed.run({"r": 1}).stores) == [0]
     testbed.client.credit(1, first=1)
     assert chunks_of(testbed, testbed.run({"r": 1}).stores) == [1]
+
+
+def _walks(testbed: SchedulerTestbed, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The requests whose chunks are looked at, while the list is filled."""
+    walked: list[str] = []
+    stores = testbed.scheduler.stores
+    original = stores.plan
+
+    def plan(state: RequestState, *arguments: Any, **named: Any) -> None:
+        walked.append(state.request_id)
+        original(state, *arguments, **named)
+
+    monkeypatch.setattr(stores, "plan", plan)
+    return walked
+
+
+def test_while_no_slot_is_free_a_step_does_not_look_at_every_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    testbed = SchedulerTestbed()
+    names = [f"r{number}" for number in range(5)]
+    for seed, name in enumerate(names):
+        _computed(testbed, 300, name, seed)
+    scheduled = dict.fromkeys(names, 1)
+    walked = _walks(testbed, monkeypatch)
+    assert testbed.run(scheduled).stores == []
+    assert walked == []
+    testbed.client.credit(1)
+    assert len(testbed.run(scheduled).stores) == 1
+    assert walked == names[:1], "the slot is gone after the first"
+    testbed.client.credit(64)
+    assert len(testbed.run(scheduled).stores) == 5 * 4 - 1
+    assert walked[1:] == names
+
+
+def test_neither_does_it_while_too_much_is_in_flight_or_prompts_are_too_short(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    testbed = SchedulerTestbed()
+    testbed.client.credit(64)
+    testbed.pool.blocks = testbed.pool.blocks[: 4 * (CHUNK // BLOCK) * 3]
+    names = ["a", "b", "c"]
+    for seed, name in enumerate(names):
+        _computed(testbed, 150, name, seed)
+    walked = _walks(testbed, monkeypatch)
+    stored = testbed.run(dict.fromkeys(names, 1)).stores
+    assert len(stored) == 3, "a quarter of the KV cache"
+    del walked[:]
+    assert testbed.run(dict.fromkeys(names, 1)).stores == []
+    assert walked == []
+    testbed.report(done={store.reservation: 1 for store in stored})
+    assert len(testbed.run(dict.fromkeys(names, 1)).stores) == 3
+    _limit(testbed, 1_000)
+    _computed(testbed, 150, "short", 7)
+    del walked[:]
+    testbed.run({"short": 1})
+    assert walked == []
 
 
 def test_chunks_of_a_finished_request_wait_for_slots_with_their_blocks_referenced() -> None:

@@ -80,6 +80,7 @@ class RequestState:
         "block_ids",
         "cached_match",
         "computed_tokens",
+        "described_chunks",
         "frontier",
         "hints",
         "load_end",
@@ -89,6 +90,7 @@ class RequestState:
         "pending_promotion",
         "promotion_tried",
         "prompt_counted",
+        "query_counted",
         "request",
         "request_id",
         "scheduled",
@@ -109,6 +111,8 @@ class RequestState:
         self.frontier = Frontier()
         self.prompt_counted = False
         """Whether the prompt is part of the heartbeat's total."""
+        self.query_counted = False
+        """Whether the lookup that led to its admission is counted."""
         self.scheduled = False
         """Whether the request was in a step since its last lookup. If so, the next lookup means
         that it was preempted."""
@@ -128,6 +132,8 @@ class RequestState:
         self.load_end: int | None = None
         """After a first failed load, one more may be offered, up to this chunk: it is shorter than
         what the failed one had loaded."""
+        self.described_chunks = 0
+        """How many of its chunks the events for routers know."""
         self.stores_in_flight = 0
         self.store_wait_started_at: float | None = None
         self.block_ids: list[list[int]] = []
@@ -159,7 +165,7 @@ class RequestState:
             self._adapter_digest = digest
             return True
         if digest != "unknown" or self._adapter_digest is not None:
-            self.skip_reason = f"adapter_{digest}"
+            self.skip_reason = "adapter_replaced" if digest == "replaced" else "adapter_unreadable"
         return False
 
     def visible(self, bits: int) -> int:
@@ -228,6 +234,7 @@ class RequestState:
         self.scheduled = False
         self.lookup_started_at = None
         self.promotion_tried = False
+        self.query_counted = False
         self.cached_match = None
         self.store_wait_started_at = None
 
@@ -240,3 +247,11 @@ def initial_skip_reason(request: Request) -> str:
         # A streaming session replaces tokens that were sampled; its hashes are not rolled back.
         return "streaming_session"
     return ""
+
+
+def reads_no_cache(request: Request) -> bool:
+    """Returns whether vLLM computes the whole prompt, so that nothing may be loaded.
+
+    Prompt log-probabilities and pooling over all tokens need the output at every position.
+    """
+    return bool(getattr(request, "skip_reading_prefix_cache", False))

@@ -43,6 +43,7 @@ RECENTLY_COMMITTED_SECONDS = 0.5
 """A committed key counts as present until tierd's delta arrives, so that it is not stored twice."""
 PROGRESS_TIMEOUT_SECONDS = 10.0
 """An idle engine keeps stepping for stores as long as one of them ended this recently."""
+MAX_STORE_DURATIONS = 4_096
 NULL_BLOCK = 0
 PASSING_REASONS = ("weights_unknown", "replica_incomplete", "worker_not_attached")
 """Why nothing can be stored for a step or two. After a reset of the prefix cache the workers take
@@ -70,6 +71,7 @@ class OpenStore:
     state: RequestState
     blocks: list[Any]
     ranks_left: int
+    planned_at: float = 0.0
     voided: bool = False
     """Its blocks were given back before the copy was seen done, so it is not delivered."""
 
@@ -123,6 +125,8 @@ class SchedulerStores:
         self.worker_epoch: int | None = None
         """The tierd epoch of the workers' last report; None before the first one of a session."""
         self.dropped: Counter[str] = Counter()
+        self.store_seconds: list[float] = []
+        """Durations of stores that have ended, since they were last collected."""
         self._planner = planner
         self._session = session
         self._clock = clock
@@ -146,7 +150,16 @@ class SchedulerStores:
             number for number, group in enumerate(planner.groups) if group.kind is GroupKind.FULL
         )
         self._progress_at = clock()
+        self._least_blocks = min(
+            (self._object_blocks(planner, group) for group in self._full_groups), default=0
+        )
         self._visited_chunks = 0
+        self._blocked = True
+
+    @staticmethod
+    def _object_blocks(planner: Planner, group: int) -> int:
+        first, stop = planner.object_range(group, 0)
+        return stop - first
 
     # Planning.
 
@@ -157,6 +170,34 @@ class SchedulerStores:
         while self._recently_committed and self._recently_committed[0][0] <= now:
             self._keys.discard(self._recently_committed.popleft()[1])
         self._plan_held(now)
+        self._blocked = bool(self._store_blocked_reason())
+
+    def can_plan(self) -> bool:
+        """Whether ``plan`` can store anything more in this step for a request that goes on.
+
+        While no slot is free, it spares a walk over the chunks that wait, for every request.
+        """
+        credits = self._session.credits
+        if self._blocked or not all(map(credits.__getitem__, self._full_groups)):
+            return False
+        in_flight = self._in_flight_blocks
+        return not in_flight or self._fits(in_flight + self._least_blocks)
+
+    def may_be_stored(self, state: RequestState) -> bool:
+        """Whether chunks of this request may be stored at all, as far as it says itself."""
+        return not self._request_blocked_reason(state) and not self._is_short(state)
+
+    def _is_short(self, state: RequestState) -> bool:
+        return state.prompt_tokens < self._session.live.min_store_tokens
+
+    def _request_blocked_reason(self, state: RequestState) -> str:
+        if state.hints.skip_store:
+            return "skip_store"
+        tiers = state.hints.tiers
+        # tierd decides where an object goes, and decides the same for every object.
+        if tiers is not None and not tiers.issuperset(self._session.tier_names):
+            return "tiers"
+        return ""
 
     def plan(
         self,
@@ -178,6 +219,9 @@ class SchedulerStores:
         # The frontier stays, so that a limit that is lowered has its effect on running requests.
         if blocked_reason and not finished:
             return
+        if blocked_reason in PASSING_REASONS:
+            # What is held is stored if the reason passes soon, as after a request of one step.
+            blocked_reason = ""
         replica = self._session.replica
         get_value, usable_bits, pending_keys = replica.get_value, replica.usable_bits, self._keys
         by_group = [
@@ -286,10 +330,13 @@ class SchedulerStores:
             return "no_block_pool"
         if len(ids) < expected or NULL_BLOCK in ids:
             return "blocks_gone"
-        after = self._in_flight_blocks + expected
-        if after > max(expected, len(pool.blocks) // MAX_CACHE_FRACTION):
+        if self._in_flight_blocks and not self._fits(self._in_flight_blocks + expected):
             return "in_flight_blocks"
         return ""
+
+    def _fits(self, blocks: int) -> bool:
+        """Whether so many blocks may be referenced."""
+        return self.pool is None or blocks <= len(self.pool.blocks) // MAX_CACHE_FRACTION
 
     def _touch(self, ids: Sequence[int]) -> list[Any]:
         pool = self.pool
@@ -308,14 +355,8 @@ class SchedulerStores:
 
     def _store_blocked_reason(self, state: RequestState | None = None) -> str:
         """Returns why no chunk, or none of this request, can be stored; empty if some can."""
-        if state is not None:
-            if state.hints.skip_store:
-                return "skip_store"
-            if state.hints.tiers is not None and not state.hints.tiers.issuperset(
-                self._session.tier_names
-            ):
-                # tierd decides where an object goes, and decides the same for every object.
-                return "tiers"
+        if state is not None and (reason := self._request_blocked_reason(state)):
+            return reason
         if self.pool is None:
             return "no_block_pool"
         session = self._session
@@ -327,7 +368,7 @@ class SchedulerStores:
             return "replica_incomplete"
         if self.worker_epoch is not None and self.worker_epoch != session.epoch:
             return "worker_not_attached"
-        if state is not None and state.prompt_tokens < session.live.min_store_tokens:
+        if state is not None and self._is_short(state):
             return "short_prompt"
         return ""
 
@@ -353,7 +394,9 @@ class SchedulerStores:
         job = StoreJob(next(self._ids), slot, self._session.epoch, run)
         ranks = self._planner.ranks
         self._planned.append(
-            OpenStore(job, chunk.key, chunk.previous, chunk.state, chunk.blocks, ranks)
+            OpenStore(
+                job, chunk.key, chunk.previous, chunk.state, chunk.blocks, ranks, self._clock()
+            )
         )
 
     # Chunks that wait for a slot.
@@ -451,10 +494,17 @@ class SchedulerStores:
             if store.ranks_left > 0:
                 continue
             del self._open[reservation]
+            if len(self.store_seconds) < MAX_STORE_DURATIONS:
+                self.store_seconds.append(now - store.planned_at)
             if store.voided:
                 continue
             self._release(store)
             self._recently_committed.append((now + RECENTLY_COMMITTED_SECONDS, store.key))
+
+    def awaits_presence(self) -> bool:
+        """Returns whether tierd has not yet announced a store that ended a moment ago."""
+        now, get_value = self._clock(), self._session.replica.get_value
+        return any(now < until and not get_value(key, 0) for until, key in self._recently_committed)
 
     def _release(self, store: OpenStore | _ChunkBlocks) -> None:
         store.state.stores_in_flight -= 1

@@ -50,6 +50,7 @@ from kvtier.tierd.wire import (
 
 logger = logging.getLogger(__name__)
 MAX_PINNED_LOADS = 1024
+MAX_PRESENCE_CHANGES = 16_384
 
 
 class SchedulerClient(Protocol):
@@ -104,6 +105,60 @@ def connect_scheduler(
 @dataclass(frozen=True, slots=True)
 class SessionLost:
     """The session ended. Promotions and credits of it are void."""
+
+
+class PresenceChanges:
+    """Keys whose presence may have changed, from the I/O thread to the scheduler's thread.
+
+    ``all_changed``: so may that of any other key. ``concerns``: whether a key is of interest; any
+    thread may call it.
+    """
+
+    def __init__(self, concerns: Callable[[bytes], bool]) -> None:
+        self.keys: deque[bytes] = deque()
+        self.all_changed = False
+        self._concerns = concerns
+        self._stopped = False
+
+    def stop(self) -> None:
+        """Notes nothing more."""
+        self._stopped = True
+        self.keys.clear()
+        self.all_changed = False
+
+    def note_all(self) -> None:
+        """Any key may have changed."""
+        self.all_changed = not self._stopped
+
+    def note(self, message: Delta | EvictionNotice | Usable, stale: bool) -> None:
+        """The replica has applied ``message``. ``stale``: it is empty until the next snapshot."""
+        if self._stopped:
+            return
+        if (
+            stale
+            or isinstance(message, Usable)
+            or (isinstance(message, Delta) and message.snapshot)
+        ):
+            self.all_changed = True
+        if isinstance(message, Usable):
+            return
+        if isinstance(message, EvictionNotice):
+            keys = list(message.keys)
+        else:
+            keys = [added[0] for added in message.added]
+            keys += [removed[0] for removed in message.removed]
+        concerned = [key for key in keys if self._concerns(key)]
+        if len(self.keys) + len(concerned) > MAX_PRESENCE_CHANGES:
+            self.all_changed = True
+        else:
+            self.keys.extend(concerned)
+
+    def take(self, limit: int) -> list[bytes]:
+        """Returns up to ``limit`` keys."""
+        keys: list[bytes] = []
+        while self.keys and len(keys) < limit:
+            keys.append(self.keys.popleft())
+        return keys
 
 
 class TierdSession:
@@ -161,6 +216,7 @@ class TierdSession:
         self._identity_wanted: Identify | None = None
         """The identity since the number rose for the first time; None: as in the handshakes."""
         self._identify_unsent = False
+        self._presence_changes: PresenceChanges | None = None
         self._client = connect(
             Path(topology.structural.run_directory),
             self._hello,
@@ -168,6 +224,11 @@ class TierdSession:
             self.on_client_lost,
             lambda: self.heartbeat,
         )
+
+    def follow_presence(self, concerns: Callable[[bytes], bool]) -> PresenceChanges:
+        """Returns where changes of keys are noted from now on. Call it before ``start``."""
+        self._presence_changes = PresenceChanges(concerns)
+        return self._presence_changes
 
     def start(self) -> None:
         """Starts to attach, in the background."""
@@ -200,6 +261,8 @@ class TierdSession:
         if isinstance(message, Delta | EvictionNotice | Usable):
             acknowledgement = self.replica.apply(message)
             self.replica_changes += 1
+            if self._presence_changes is not None:
+                self._presence_changes.note(message, self.replica.stale)
             if isinstance(message, Delta) and message.snapshot:
                 self._snapshot_epoch = self._client.epoch
             if acknowledgement is not None:
@@ -209,14 +272,18 @@ class TierdSession:
             return
         if isinstance(message, Ready):
             # A snapshot of the new namespace follows; keys of the previous one must not match.
-            self._snapshot_epoch = 0
-            self.replica.clear()
+            self._clear_replica()
         self.inbox.append(message)
+
+    def _clear_replica(self) -> None:
+        self._snapshot_epoch = 0
+        self.replica.clear()
+        if self._presence_changes is not None:
+            self._presence_changes.note_all()
 
     def on_client_lost(self, reason: str) -> None:
         """Handles the loss of tierd, and a session that tierd closed."""
-        self._snapshot_epoch = 0
-        self.replica.clear()
+        self._clear_replica()
         self.inbox.append(SessionLost())
 
     # The scheduler's thread.

@@ -32,6 +32,7 @@ from kvtier.engines.vllm import early_start, engine_signals, weights
 from kvtier.engines.vllm.config import engine_name, planner_for, use_vllm_log_handlers
 from kvtier.engines.vllm.counters import WITHOUT_TIERS, off_reason
 from kvtier.engines.vllm.identity import IdentityBuilder
+from kvtier.engines.vllm.kv_events import events_for
 from kvtier.engines.vllm.metadata import StepMetadata, WorkerReport
 from kvtier.engines.vllm.metrics import KVTierPromMetrics, KVTierStats
 from kvtier.engines.vllm.plugin import TOPOLOGY_VARIABLE
@@ -168,6 +169,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         identity = IdentityBuilder(vllm_config, planner, topology.structural)
         session = TierdSession(topology, planner, engine, identity)
         scheduler = KVTierConnectorScheduler(session, planner)
+        scheduler.events = events_for(vllm_config, kv_cache_config, topology, planner, session)
         self._supervisor = early_start.take(directory, topology)
         self._supervisor.ensure()
         engine_signals.listen(scheduler)
@@ -437,6 +439,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
                 None,
                 self._scheduler.update_connector_output,
                 connector_output.kv_connector_worker_meta,
+                recomputes=bool(getattr(connector_output, "invalid_block_ids", None)),
             )
 
     def request_finished(
@@ -466,7 +469,11 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def take_events(self) -> Iterable[Any]:
-        return ()
+        scheduler = self._scheduler
+        if scheduler is None or scheduler.events is None:
+            return ()
+        nothing: list[object] = []
+        return self._guarded("take_events", nothing, scheduler.take_events)
 
     def reset_cache(self) -> bool | None:
         scheduler = self._scheduler
@@ -496,6 +503,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def _collect_stats(self) -> None:
         if self._scheduler is not None:
             self._scheduler.collect_stats(self._stats)
+            self._scheduler.report_gauges(self._stats)
         if self._worker is None:
             return
         for name, amount in self._worker.take_counts().items():

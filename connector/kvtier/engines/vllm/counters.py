@@ -30,6 +30,17 @@ class Metric:
 
 
 COUNTERS = (
+    Metric("queries", "Requests that were looked up, once for each admission."),
+    Metric("queried_tokens", "Tokens of these requests that were not in GPU memory."),
+    Metric(
+        "decisions",
+        "How lookups ended, by decision.",
+        "decision",
+        (
+            "load", "load_failed", "not_held", "not_in_time", "not_read", "not_ready",
+            "ram_slower_than_recomputing", "skip_load", "skipped", "too_short",
+        ),
+    ),
     Metric(
         "loaded_tokens",
         "Prompt tokens whose KV was loaded into GPU memory, counted when the load ends.",
@@ -70,7 +81,21 @@ COUNTERS = (
             "unknown_report", "weights_stale", "weights_unknown", "worker_not_attached",
         ),
     ),
+    Metric(
+        "skipped_requests",
+        "Finished requests that took no part, or only stored, by reason.",
+        "reason",
+        (
+            "adapter_replaced", "adapter_unreadable", "error", "not_read", "prompt_embeds", "reset",
+            "skip_load", "streaming_session",
+        ),
+    ),
     Metric("loaded_bytes", "Bytes copied from the memory tier to GPU memory."),
+    Metric(
+        "tier_loaded_bytes",
+        "Bytes of objects that were loaded, of all ranks, by the tier that they came from.",
+        TIER,
+    ),
     Metric("stored_bytes", "Bytes copied from GPU memory to the memory tier."),
     Metric(
         "worker_events",
@@ -97,7 +122,7 @@ COUNTERS = (
             "get_kv_connector_stats", "get_num_new_matched_tokens", "get_transfer_results",
             "has_pending_push_work", "on_new_request",
             "rearm", "register_kv_caches", "request_finished", "reset_cache", "restore_kv_caches",
-            "shutdown", "start_load_kv",
+            "shutdown", "start_load_kv", "take_events",
             "unregister_kv_caches", "update_connector_output", "update_state_after_alloc",
             "wait_for_save",
         ),
@@ -116,6 +141,14 @@ COUNTERS = (
         "outcome",
         ("nothing_missing", "not_ready", "started", "too_many"),
     ),
+    Metric("kv_events", "KV events for routers, by event.", "event", ("removed", "stored")),
+    Metric(
+        "dropped_kv_events",
+        "Chunks that routers are not told of although a tier may hold them, and events without a "
+        "place in the queue, by reason.",
+        "reason",
+        ("error", "not_described", "queue_full", "table_full"),
+    ),
     Metric("rearms", "How often KVTier was used again some time after an unexpected error."),
     Metric(
         "off",
@@ -130,12 +163,38 @@ WITHOUT_TIERS = (
 )
 """Name and help of the gauge. Processes report changes of it: 1 when KVTier is turned off in one
 and -1 when it is used again."""
-LOAD_DURATION = (
-    "load_duration_seconds",
-    "Duration of loads, from the worker's receipt of the job to its report.",
+HISTOGRAMS = (
+    Metric(
+        "load_duration_seconds",
+        "Duration of loads, from the worker's receipt of the job to its report, by the slowest "
+        "tier that the objects came from.",
+        TIER,
+    ),
+    Metric(
+        "store_duration_seconds",
+        "Duration of stores to the memory tier, from their plan to the report of the last rank.",
+    ),
+    Metric(
+        "wait_seconds",
+        "How long requests waited for secondary tiers before they were admitted, whatever came of "
+        "it.",
+    ),
 )
-"""Name and help of the histogram of loads."""
+GAUGES = (
+    Metric("loads_in_flight", "Loads that some rank has not ended."),
+    Metric("stores_in_flight", "Stores that some rank has not ended, and chunks without a slot."),
+    Metric("waiting_requests", "Requests that wait for a secondary tier."),
+    Metric(
+        "tier_usable",
+        "1 if the engine may use the tier; 0 while tierd is not attached, or the tier is not open "
+        "or its breaker is open.",
+        TIER,
+    ),
+    Metric("applied_generation", "Generation of the live values that the engine applies."),
+)
+"""States of the scheduler side, as they were when it was last asked for statistics."""
 BY_NAME = {metric.name: metric for metric in COUNTERS}
+HISTOGRAM_NAMES = frozenset(metric.name for metric in HISTOGRAMS)
 
 
 def off_reason(error: Exception) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -36,6 +36,8 @@ class ActiveLoad:
     epoch: int
     expires_at: float
     failure: str = ""
+    object_bytes: tuple[int, ...] = ()
+    """Of each key's object; empty if they are not known."""
     promotion_id: int = 0
     """The promotion whose keys still arrive; 0 if none do."""
     keys_named: int = 0
@@ -53,11 +55,17 @@ class ActiveLoad:
 class LoadCounts:
     """Counts for vLLM's statistics since they were last collected."""
 
+    queries: int = 0
+    queried_tokens: int = 0
     offered_tokens: int = 0
+    decisions: Counter[str] = field(default_factory=Counter)
+    wait_seconds: list[float] = field(default_factory=list)
     loaded_tokens: Counter[str] = field(default_factory=Counter)
     failures: Counter[str] = field(default_factory=Counter)
     promotions: Counter[str] = field(default_factory=Counter)
-    load_seconds: list[float] = field(default_factory=list)
+    load_seconds: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    """By the name of the slowest tier."""
+    tier_bytes: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,6 +126,7 @@ class LoadsInFlight:
             epoch=session.epoch,
             expires_at=now + timeout + REPORT_GRACE_SECONDS,
             failure=reason,
+            object_bytes=tuple(sizes[part.group] for part in parts) if sizes else (),
             keys_named=len(slots),
         )
         if promotion is not None and arriving:
@@ -290,9 +291,13 @@ class LoadsInFlight:
         useful = load.keys_loaded if complete or self._planner.prefix_only else 0
         for index, tokens in enumerate(load.chunk_tokens[:useful]):
             tier = load.tier(index)
-            self.counts.loaded_tokens[self._session.tier_name(tier)] += tokens
+            name = self._session.tier_name(tier)
+            self.counts.loaded_tokens[name] += tokens
+            if index < len(load.object_bytes):
+                self.counts.tier_bytes[name] += load.object_bytes[index]
             self.loaded_tokens[tier] += tokens
-        self.counts.load_seconds.append(load.seconds)
+        slowest = max((load.tier(i) for i in range(len(load.chunk_tokens))), default=0)
+        self.counts.load_seconds[self._session.tier_name(slowest)].append(load.seconds)
         if complete:
             return
         self.counts.failures[load.failure.split(":")[0] or "partial"] += 1

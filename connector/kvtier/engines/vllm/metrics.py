@@ -22,7 +22,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from kvtier.engines.vllm.counters import (
     BY_NAME,
     COUNTERS,
-    LOAD_DURATION,
+    GAUGES,
+    HISTOGRAM_NAMES,
+    HISTOGRAMS,
     TIER,
     WITHOUT_TIERS,
     check,
@@ -33,14 +35,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LOAD_SECONDS = "load_seconds"
+GAUGE_VALUES = "gauges"
 MAX_OBSERVATIONS = 4_096
-"""Per interval of vLLM's statistics; further loads are counted but not timed."""
-LOAD_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+"""Of each histogram and label, per interval of vLLM's statistics. Further ones are not timed."""
+BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
 
 class KVTierStats(KVConnectorStats):
-    """Counts since the last report as ``data[name][label value]``, and load durations as a list.
+    """Counts since the last report as ``data[name][label value]``, durations as lists of seconds,
+    and the values of gauges as ``data["gauges"][name][label value]``.
 
     The data crosses processes, so it holds only strings, numbers, lists and dictionaries.
     """
@@ -60,12 +63,16 @@ class KVTierStats(KVConnectorStats):
         for label, amount in counts.items():
             self.add(name, amount, label)
 
-    def observe_loads(self, seconds: Iterable[float]) -> None:
-        """Adds durations of loads."""
-        durations = self.data.setdefault(LOAD_SECONDS, [])
-        durations.extend(list(seconds)[: MAX_OBSERVATIONS - len(durations)])
-        if not durations:
-            del self.data[LOAD_SECONDS]
+    def observe(self, name: str, seconds: Iterable[float], label: str = "") -> None:
+        """Adds durations to a histogram of ``HISTOGRAMS``."""
+        found = list(seconds)
+        if found:
+            durations = self.data.setdefault(name, {}).setdefault(label, [])
+            durations.extend(found[: MAX_OBSERVATIONS - len(durations)])
+
+    def set_gauge(self, name: str, value: float, label: str = "") -> None:
+        """Sets a gauge of ``GAUGES``."""
+        self.data.setdefault(GAUGE_VALUES, {}).setdefault(name, {})[label] = value
 
     def reset(self) -> None:
         """Clears all counts."""
@@ -74,20 +81,26 @@ class KVTierStats(KVConnectorStats):
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Adds the counts of another rank or of the scheduler."""
         for name, values in other.data.items():
-            if isinstance(values, Mapping):
+            if name == GAUGE_VALUES:
+                for gauge, by_label in values.items():
+                    for label, value in by_label.items():
+                        self.set_gauge(gauge, value, label)
+            elif name in HISTOGRAM_NAMES:
+                for label, seconds in values.items():
+                    self.observe(name, seconds, label)
+            else:
                 self.add_all(name, values)
-            elif name == LOAD_SECONDS:
-                self.observe_loads(values)
         return self
 
     def reduce(self) -> dict[str, int | float]:
         """Returns totals over labels, for vLLM's log line."""
         reduced: dict[str, int | float] = {}
         for name, values in self.data.items():
-            if isinstance(values, Mapping):
+            if name in HISTOGRAM_NAMES:
+                found = [each for seconds in values.values() for each in seconds]
+                reduced[f"kvtier_{name}_mean"] = round(sum(found) / max(1, len(found)), 6)
+            elif name != GAUGE_VALUES:
                 reduced[f"kvtier_{name}"] = sum(values.values())
-            elif values:
-                reduced["kvtier_load_seconds_mean"] = round(sum(values) / len(values), 6)
         return reduced
 
     def is_empty(self) -> bool:
@@ -116,12 +129,24 @@ class KVTierPromMetrics(KVConnectorPromMetrics):
             )
             for metric in COUNTERS
         }
-        self._load_seconds = histogram(
-            name=f"vllm:kvtier_{LOAD_DURATION[0]}",
-            documentation=LOAD_DURATION[1],
-            buckets=list(LOAD_BUCKETS),
-            labelnames=labelnames,
-        )
+        self._histograms = {
+            metric.name: histogram(
+                name=f"vllm:kvtier_{metric.name}",
+                documentation=metric.help,
+                buckets=list(BUCKETS),
+                labelnames=labelnames + ([metric.label] if metric.label else []),
+            )
+            for metric in HISTOGRAMS
+        }
+        self._gauges = {
+            metric.name: metric_types[PromGauge](
+                name=f"vllm:kvtier_{metric.name}",
+                documentation=metric.help,
+                labelnames=labelnames + ([metric.label] if metric.label else []),
+                multiprocess_mode="mostrecent",
+            )
+            for metric in GAUGES
+        }
         # Several API processes each receive some of an engine's reports.
         self._without_tiers = metric_types[PromGauge](
             name=f"vllm:kvtier_{WITHOUT_TIERS[0]}",
@@ -140,7 +165,10 @@ class KVTierPromMetrics(KVConnectorPromMetrics):
                 for value in tiers if metric.label == TIER else metric.values:
                     labels = [*engine_values, value] if metric.label else engine_values
                     self._counters[metric.name].labels(*labels)
-            self._load_seconds.labels(*engine_values)
+            for metric in (*HISTOGRAMS, *GAUGES):
+                made = self._histograms.get(metric.name) or self._gauges[metric.name]
+                for value in tiers if metric.label == TIER else metric.values:
+                    made.labels(*engine_values, *([value] if metric.label else ()))
             self._without_tiers.labels(*engine_values).set(0)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
@@ -167,6 +195,13 @@ class KVTierPromMetrics(KVConnectorPromMetrics):
                 count = self._processes_without_tiers.get(engine, 0) + sum(values.values())
                 self._processes_without_tiers[engine] = count
                 self._without_tiers.labels(*engine_values).set(count)
-            elif name == LOAD_SECONDS:
-                for seconds in values:
-                    self._load_seconds.labels(*engine_values).observe(seconds)
+            elif name in self._histograms:
+                for label, durations in values.items():
+                    labels = [*engine_values, label] if label else engine_values
+                    for seconds in durations:
+                        self._histograms[name].labels(*labels).observe(seconds)
+            elif name == GAUGE_VALUES:
+                for gauge, by_label in values.items():
+                    for label, value in by_label.items():
+                        labels = [*engine_values, label] if label else engine_values
+                        self._gauges[gauge].labels(*labels).set(value)

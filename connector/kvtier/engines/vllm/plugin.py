@@ -25,6 +25,8 @@ TOPOLOGY_VARIABLE = "KVTIER_TOPOLOGY"
 TRANSFER_CONFIG_VARIABLE = "KVTIER_TRANSFER_CONFIG"
 CONNECTOR_NAME = "KVTierConnector"
 CONNECTOR_MODULE = "kvtier.engines.vllm.connector"
+MULTI_NAME = "WeightedMultiConnector"
+MULTI_MODULE = "kvtier.engines.vllm.multi.connector"
 _WRAPPED = "_kvtier_wrapped"
 
 logger = logging.getLogger(__name__)
@@ -32,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 def register() -> None:
     """Wraps vLLM's engine arguments. vLLM calls it repeatedly, in any process. Never raises."""
+    _register_connectors()
     directory = os.environ.get(TOPOLOGY_VARIABLE, "").strip()
     if not directory and not os.environ.get(TRANSFER_CONFIG_VARIABLE, "").strip():
         return
@@ -44,6 +47,18 @@ def register() -> None:
     if directory:
         _watch_weights()
         _start_tierd()
+
+
+def _register_connectors() -> None:
+    """Lets ``--kv-transfer-config`` name KVTier's connectors without a module path."""
+    try:
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+        for name, module in ((CONNECTOR_NAME, CONNECTOR_MODULE), (MULTI_NAME, MULTI_MODULE)):
+            if name not in KVConnectorFactory._registry:
+                KVConnectorFactory.register_connector(name, module, name)
+    except Exception as error:  # a plugin that raises ends the engine's start
+        logger.exception("KVTier: connectors are not registered by name: %s", error)
 
 
 def _start_tierd() -> None:
@@ -65,6 +80,11 @@ def _note_attached(engine_args: Any, directory: str) -> None:
     transfer = engine_args.kv_transfer_config
     values = transfer if isinstance(transfer, dict) else vars(transfer)
     extra = values.get("kv_connector_extra_config") or {}
+    if values.get("kv_connector") == MULTI_NAME:
+        # A child's fields have the names of the parent's.
+        children = [each for each in extra.get("connectors") or () if isinstance(each, dict)]
+        values = next((c for c in children if c.get("kv_connector") == CONNECTOR_NAME), {})
+        extra = values.get("kv_connector_extra_config") or {}
     ours = values.get("kv_connector") == CONNECTOR_NAME
     if ours and extra.get("topology", directory) == directory:
         early_start.note_attached(directory, not envs.VLLM_ENABLE_V1_MULTIPROCESSING)

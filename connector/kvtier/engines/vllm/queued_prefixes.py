@@ -15,7 +15,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 
 from kvtier.engines.common.lora import AdapterDigests
-from kvtier.engines.common.request_state import RequestState
+from kvtier.engines.common.request_state import RequestState, reads_no_cache
 from kvtier.engines.common.tierd_session import TierdSession
 from kvtier.planner import Planner
 from kvtier.store.types import RAM_BITS
@@ -127,9 +127,7 @@ class QueuedPrefixes:
         for name, state in self._queued.items():
             if started >= MAX_PREFETCHES or chunks >= MAX_CHUNKS_PER_STEP:
                 return
-            if name in self._prefetches or getattr(
-                state.request, "skip_reading_prefix_cache", False
-            ):
+            if name in self._prefetches or reads_no_cache(state.request):
                 continue
             if not state.is_cacheable(adapters):
                 continue

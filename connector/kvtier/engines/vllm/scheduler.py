@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -25,15 +25,17 @@ from typing import TYPE_CHECKING
 from kvtier.config.models import Honour
 from kvtier.engines.common.hints import NO_HINTS
 from kvtier.engines.common.lora import AdapterDigests
-from kvtier.engines.common.request_state import RequestState
+from kvtier.engines.common.request_state import RequestState, reads_no_cache
 from kvtier.engines.common.scheduler_stores import NULL_BLOCK, BlockPool, SchedulerStores
 from kvtier.engines.common.tierd_session import TierdSession
 from kvtier.engines.vllm.cost_estimates import PrefillEstimator, StepTokens
+from kvtier.engines.vllm.kv_events import KVEvents
 from kvtier.engines.vllm.metadata import StepMetadata, WorkerReport
 from kvtier.engines.vllm.metrics import KVTierStats
 from kvtier.engines.vllm.queued_prefixes import QueuedPrefixes
 from kvtier.engines.vllm.request_hints import HintReader
 from kvtier.engines.vllm.scheduler_loads import SchedulerLoads
+from kvtier.engines.vllm.scheduler_statistics import SchedulerStatistics
 from kvtier.engines.vllm.weights_state import WeightsState
 from kvtier.planner import GroupKind, Planner
 from kvtier.tierd.wire import Arriving, Heartbeat, Promoted
@@ -76,6 +78,8 @@ class KVTierConnectorScheduler:
         self.loads = SchedulerLoads(planner, session, self.prefill, clock)
         self.stores = SchedulerStores(planner, session, clock)
         self.queue = QueuedPrefixes(planner, session, self.loads.new_id, clock)
+        self.events: KVEvents | None = None
+        """Set before ``start`` if the engine publishes KV events."""
         self._planner = planner
         self._windows = tuple(
             number
@@ -87,7 +91,13 @@ class KVTierConnectorScheduler:
         )
         self.weights = WeightsState(planner.ranks, clock)
         self._hints = HintReader(lambda: session.tier_names, clock)
+        self.skipped: Counter[str] = Counter()
+        """Finished requests that took no part, or only stored, by reason."""
+        self._statistics = SchedulerStatistics(
+            session, self.loads, self.stores, self.queue, self._hints, self.skipped
+        )
         self._adapters = adapters or AdapterDigests()
+        self._clock = clock
         self._states: dict[str, RequestState] = {}
         self._steps: deque[_BuiltStep] = deque()
         self._step = 0
@@ -151,19 +161,42 @@ class KVTierConnectorScheduler:
         if state.scheduled:
             state.drop_blocks()
         state.computed_tokens = num_computed_tokens
-        if (
-            state.hints.skip_load
-            or getattr(request, "skip_reading_prefix_cache", False)
-            or not state.is_cacheable(self._adapters)
-        ):
+        reason = self._skip_reason(state)
+        if reason:
             self.loads.cancel_promotion(state)
+            self._count_query(state, reason)
             return 0, False
         if not self.weights.usable and not self.session.replica_ready:
             # The step that the workers take the fingerprint in comes next.
             waits = self.weights.worth_waiting and self.session.ready is not None
-            return (None if waits else 0), False
+            if waits:
+                return None, False
+            self._count_query(state, "not_ready")
+            return 0, False
         tokens = self.loads.match(state, num_computed_tokens)
+        if tokens is not None:
+            self._count_query(state, "load" if tokens else self.loads.decision)
         return tokens, bool(tokens)
+
+    def _skip_reason(self, state: RequestState) -> str:
+        """Returns why nothing is loaded for a request; empty if something may be."""
+        if state.hints.skip_load:
+            return "skip_load"
+        if reads_no_cache(state.request):
+            return "not_read"
+        return "" if state.is_cacheable(self._adapters) else "skipped"
+
+    def _count_query(self, state: RequestState, decision: str) -> None:
+        """vLLM repeats a lookup until there is room for the request; one of them is counted."""
+        if state.query_counted:
+            return
+        state.query_counted = True
+        counts = self.loads.in_flight.counts
+        counts.queries += 1
+        counts.queried_tokens += max(0, state.request.num_tokens - state.computed_tokens)
+        counts.decisions[decision] += 1
+        if state.promotion_tried and state.lookup_started_at is not None:
+            counts.wait_seconds.append(self._clock() - state.lookup_started_at)
 
     def update_state_after_alloc(
         self, request: Request, block_ids: Sequence[Sequence[int]], num_external_tokens: int
@@ -212,6 +245,9 @@ class KVTierConnectorScheduler:
         self._step += 1
         self.queue.prefetch(self._adapters)
         self.stores.begin_step()
+        events = self.events
+        if events is not None:
+            events.begin_step()
         for request_id in output.preempted_req_ids or ():
             state = self._states.get(request_id)
             if state is not None and state.scheduled:
@@ -219,7 +255,8 @@ class KVTierConnectorScheduler:
         block_tables = self._block_tables(output)
         offers = self._boundary_states(output)
         step = _BuiltStep(self._step)
-        step_tokens = StepTokens()
+        step_tokens, may_store = StepTokens(), self.stores.can_plan()
+        chunk_tokens = self._planner.chunk_tokens
         for request_id, scheduled_tokens in output.num_scheduled_tokens.items():
             state = self._states.get(request_id)
             if state is None:
@@ -235,15 +272,21 @@ class KVTierConnectorScheduler:
                 continue
             tokens = request.num_computed_tokens + scheduled_tokens
             frontier = state.frontier
+            if events is not None and state.is_cacheable(self._adapters):
+                events.describe(state, self._planner.chunks(self._hashed_tokens(state)))
             if self._planner.chunks(tokens) > frontier.next_chunk:
                 step.requests.append((state, frontier.generation, tokens))
-                storable = self._storable_chunks(state)
+                may_plan = may_store and self.stores.may_be_stored(state)
+                storable = self._storable_chunks(state) if may_plan else 0
                 if storable > frontier.next_chunk and state.is_cacheable(self._adapters):
                     self.stores.plan(state, block_tables(state), storable, finished=False)
-            if self._windows or self._state_groups:
+                    may_store = self.stores.can_plan()
+            if self._windows:
                 first = request.num_computed_tokens + (0 if admitted else 1)
-                self._reference_windows(state, range(first, tokens + 1), block_tables)
-                self._reference_states(state, tokens, offers.get(request_id, ()))
+                if tokens - tokens % chunk_tokens >= max(first, chunk_tokens):
+                    self._reference_windows(state, range(first, tokens + 1), block_tables)
+            if offers and request_id in offers:
+                self._reference_states(state, tokens, offers[request_id])
         self._update_heartbeat()
         self._steps.append(step)
         self.prefill.step_built(self._step, step_tokens)
@@ -320,8 +363,6 @@ class KVTierConnectorScheduler:
         """References the blocks of windows that end within ``ends`` (tokens) at a chunk."""
         planner, size = self._planner, self._planner.chunk_tokens
         first = max(1, -(-ends.start // size))
-        if not self._windows or first * size >= ends.stop:
-            return
         tables = block_tables(state)
         for chunk in range(first - 1, (ends.stop - 1) // size):
             for group in self._windows:
@@ -384,8 +425,13 @@ class KVTierConnectorScheduler:
                     known.extend(fresh)
         return lambda state: state.block_ids
 
-    def update_connector_output(self, report: object) -> None:
-        """Takes the workers' aggregated report of a step."""
+    def update_connector_output(self, report: object, *, recomputes: bool = False) -> None:
+        """Takes the workers' aggregated report of a step.
+
+        ``recomputes``: vLLM has turned requests back to before blocks that could not be loaded.
+        """
+        if recomputes:
+            self._drop_turned_back()
         if not isinstance(report, WorkerReport):
             return
         try:
@@ -419,6 +465,15 @@ class KVTierConnectorScheduler:
         if report.loads:
             self._update_heartbeat()
 
+    def _drop_turned_back(self) -> None:
+        """A connector beside KVTier has failed to load within a step, so what the step computed
+        from these blocks is wrong: none of it is stored, and the request counts from the start."""
+        for step in self._steps:
+            for state, generation, tokens in step.requests:
+                current = generation == state.frontier.generation
+                if current and state.request.num_computed_tokens < tokens:
+                    state.frontier.lose_blocks()
+
     def _update_heartbeat(self) -> None:
         """tierd reports which share of prompt tokens came from which tier."""
         by_tier, previous = self.loads.in_flight.loaded_tokens, self.session.heartbeat
@@ -439,6 +494,12 @@ class KVTierConnectorScheduler:
         if state is None:
             return
         self.queue.remove(state)
+        if state.skip_reason:
+            self.skipped[state.skip_reason] += 1
+        elif reads_no_cache(request):
+            self.skipped["not_read"] += 1
+        elif state.hints.skip_load:
+            self.skipped["skip_load"] += 1
         loading = state.load_id != 0
         self.loads.on_request_finished(state)
         if loading or not store or not state.is_cacheable(self._adapters):
@@ -450,7 +511,14 @@ class KVTierConnectorScheduler:
             for other, generation, tokens in self._steps[0].requests:
                 if other is state:
                     frontier.executed(generation, tokens)
+        if self.events is not None:
+            chunks = self._planner.chunks(self._hashed_tokens(state))
+            self.events.describe(state, chunks, at_end=True)
         self.stores.plan(state, block_ids, self._storable_chunks(state), finished=True)
+
+    def take_events(self) -> list[object]:
+        """Returns the KV events since the last step."""
+        return self.events.take() if self.events is not None else []
 
     def reset_cache(self) -> bool:
         """vLLM resets the caches of connectors. Objects of the weights that the engine has now
@@ -489,6 +557,8 @@ class KVTierConnectorScheduler:
         What requests have computed so far is never stored.
         """
         self.weights.rise(reset=reset)
+        if reset and self.events is not None:
+            self.events.announce_again()
         logger.info("KVTier: identity %d: %s", self.weights.number, cause)
         self.session.suspend(assumed=self.weights.assumed)
         self.stores.reset()
@@ -524,22 +594,17 @@ class KVTierConnectorScheduler:
     def has_pending_work(self) -> bool:
         """Returns whether an engine without requests should keep stepping, so that copies end."""
         self._begin_hook()
+        if self.events is not None and (self.events.pending or self.stores.awaits_presence()):
+            return True
         return self.stores.has_pending_work() or self.loads.in_flight.has_pending_work()
 
     def collect_stats(self, stats: KVTierStats) -> None:
         """Moves the counts since the last call into ``stats``."""
-        counts = self.loads.in_flight.take_counts()
-        stats.add("offered_tokens", counts.offered_tokens)
-        stats.add_all("loaded_tokens", counts.loaded_tokens)
-        stats.add_all("load_failures", counts.failures)
-        stats.add_all("promotions", counts.promotions)
-        stats.observe_loads(counts.load_seconds)
-        stats.add_all("dropped_stores", self.stores.dropped)
-        self.stores.dropped.clear()
-        stats.add_all("rejected_hints", self._hints.rejected)
-        self._hints.rejected.clear()
-        stats.add_all("prefetch_hints", self.queue.outcomes)
-        self.queue.outcomes.clear()
+        self._statistics.collect(stats, self.events)
+
+    def report_gauges(self, stats: KVTierStats) -> None:
+        """Adds the current state to ``stats``, as far as it has changed since the last call."""
+        self._statistics.report_gauges(stats)
 
     def snapshot(self) -> dict[str, object]:
         """Returns the current state, for debugging and tests."""

@@ -68,6 +68,8 @@ class SchedulerLoads:
         prefill: PrefillEstimator,
         clock: Callable[[], float],
     ) -> None:
+        self.decision = ""
+        """How the last lookup ended."""
         self._planner = planner
         self._hashes_per_chunk = planner.hashes_per_chunk
         self._session = session
@@ -78,6 +80,11 @@ class SchedulerLoads:
         self.in_flight = LoadsInFlight(planner, session, self.new_id, clock)
         self._pending: dict[int, RequestState] = {}
         """Promotions that tierd has not answered."""
+
+    @property
+    def waiting(self) -> int:
+        """How many requests wait for a secondary tier."""
+        return len(self._pending)
 
     def new_id(self) -> int:
         """Returns an unused id, for a promotion or a prefetch."""
@@ -94,6 +101,7 @@ class SchedulerLoads:
         session = self._session
         if state.load_failed or state.skip_reason or not session.replica_ready:
             self.cancel_promotion(state)
+            self.decision = "not_ready" if session.replica_ready is False else "load_failed"
             return 0
         if state.lookup_started_at is None:
             state.lookup_started_at = now
@@ -121,7 +129,7 @@ class SchedulerLoads:
             if tokens is None:
                 return None
         else:
-            tokens = 0
+            tokens, self.decision = 0, "not_held"
         state.cached_match = CachedMatch(
             computed_tokens,
             tokens,
@@ -233,6 +241,9 @@ class SchedulerLoads:
         """The answer if ``ram_tokens`` tokens can be loaded from RAM."""
         live = self._session.live
         if ram_tokens < max(1, live.min_load_tokens):
+            self.decision = "too_short" if ram_tokens else "not_held"
+            if state.promotion_tried:
+                self.decision = "not_in_time"
             return 0
         if live.selection is Selection.COST:
             prefill = self._prefill.estimate()
@@ -242,10 +253,12 @@ class SchedulerLoads:
                 now,
             ):
                 self.in_flight.counts.promotions["ram_slower_than_recomputing"] += 1
+                self.decision = "ram_slower_than_recomputing"
                 return 0
         if state.stores_in_flight and not self._store_wait_expired(state, now):
             # It was preempted while it was being stored; the rest will be in RAM in a moment.
             return None
+        self.decision = "load"
         return ram_tokens
 
     def _store_wait_expired(self, state: RequestState, now: float) -> bool:

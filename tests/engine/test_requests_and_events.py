@@ -1,0 +1,191 @@
+"""What clients and routers see of a real engine: hints of requests, and KV events of the tiers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from kvtier.harness.engine_process import free_port
+from kvtier.harness.engine_requests import ReferenceEngine
+from kvtier.harness.engine_testbed import BLOCK_TOKENS, CHUNK_TOKENS, EngineOptions, EngineTestbed
+from kvtier.harness.tiny_model import prompt
+
+PER_CHUNK = CHUNK_TOKENS // BLOCK_TOKENS
+CHUNKS = 6
+SUPPORT = Path(__file__).parent.parent / "support" / "replica.py"
+
+
+class Router:
+    """A subscriber that knows nothing of the engine but its events."""
+
+    def __init__(self, port: int) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.SUB)
+        self._socket.setsockopt(zmq.SUBSCRIBE, b"")
+        self._socket.connect(f"tcp://127.0.0.1:{port}")
+        self.held: dict[tuple[str, str | None], set[Any]] = {}
+        self.stored: list[dict[str, Any]] = []
+        self.removed: list[dict[str, Any]] = []
+
+    def take(self) -> None:
+        """Applies what has arrived."""
+        while self._socket.poll(100):
+            _, _, payload = self._socket.recv_multipart()
+            for event in msgspec.msgpack.decode(payload)[1]:
+                self._apply(event)
+
+    def _apply(self, event: dict[str, Any]) -> None:
+        if event["type"] == "AllBlocksCleared":
+            self.held.clear()
+            return
+        blocks = self.held.setdefault((event["medium"], event.get("ownership")), set())
+        if event["type"] == "BlockStored":
+            self.stored.append(event)
+            blocks.update(event["block_hashes"])
+        else:
+            self.removed.append(event)
+            blocks.difference_update(event["block_hashes"])
+
+    def blocks(self, medium: str, owner: str | None = None) -> set[Any]:
+        return self.held.get((medium, owner), set())
+
+    def close(self) -> None:
+        self._socket.close(0)
+        self._context.term()
+
+
+@pytest.fixture(scope="module")
+def served(model: Path, payload: Path, scratch: Path) -> Iterator[tuple[EngineTestbed, Router]]:
+    # RAM for about 20 chunks, so that prompts displace one another.
+    options = EngineOptions(memory_bytes=8 << 20)
+    case = EngineTestbed(scratch / "requests", model, payload, options)
+    port = free_port()
+    router = Router(port)
+    try:
+        case.start(
+            kvtier_hooks=[f"{SUPPORT}:install"],
+            kv_events_config={
+                "enable_kv_cache_events": True,
+                "endpoint": f"tcp://*:{port}",
+            },
+        )
+        case.wait_attached()
+        # A subscriber sees what is published after its connection.
+        time.sleep(0.5)
+        yield case, router
+    finally:
+        router.close()
+        case.close()
+
+
+def _held_by_tierd(case: EngineTestbed, kind: str) -> set[Any]:
+    """Of the chunks of the engine's replica, the hashes of the last blocks, by presence bit."""
+    found: dict[str, list[Any]] = case.drive("call", function=f"{SUPPORT}:held")
+    return set(found[kind])
+
+
+def test_a_router_rebuilds_from_events_what_the_tiers_hold(
+    served: tuple[EngineTestbed, Router], plain: ReferenceEngine
+) -> None:
+    case, router = served
+    requests = case.requests()
+    for seed in range(8):
+        tokens = prompt(CHUNKS * CHUNK_TOKENS + 5, 700 + seed)
+        assert requests.run(tokens) == plain.tokens(tokens)
+    case.settle_stores()
+    # vLLM publishes with its steps.
+    requests.run(prompt(BLOCK_TOKENS, 799))
+    router.take()
+    in_ram, in_files = router.blocks("CPU"), router.blocks("STORAGE", "disk")
+    assert in_files >= _held_by_tierd(case, "disk")
+    assert len(in_files) == PER_CHUNK * len(_held_by_tierd(case, "disk"))
+    assert in_ram >= _held_by_tierd(case, "ram")
+    assert len(in_ram) == PER_CHUNK * len(_held_by_tierd(case, "ram"))
+    assert 0 < len(in_ram) < len(in_files), "RAM has evicted"
+    assert any(event["medium"] == "CPU" for event in router.removed)
+    # The hashes are those of the engine's own events, so a router can join them.
+    assert in_files <= {
+        each
+        for event in router.stored
+        if event["medium"] == "GPU"
+        for each in event["block_hashes"]
+    }
+    of_tiers = [event for event in router.stored if event["medium"] != "GPU"]
+    assert {len(event["block_hashes"]) for event in of_tiers} == {PER_CHUNK}
+    assert {event["block_size"] for event in of_tiers} == {BLOCK_TOKENS}
+    assert all(len(event["token_ids"]) == CHUNK_TOKENS for event in of_tiers)
+    # What left RAM and comes back is announced again.
+    case.empty_gpu_cache()
+    router.take()
+    tokens = prompt(CHUNKS * CHUNK_TOKENS + 5, 700)
+    with case.loads("disk") as loads:
+        assert requests.run(tokens) == plain.tokens(tokens)
+    assert loads.tokens > 0
+    requests.run(prompt(BLOCK_TOKENS, 798))
+    router.take()
+    assert len(router.blocks("STORAGE", "disk")) == PER_CHUNK * len(_held_by_tierd(case, "disk"))
+    assert len(router.blocks("CPU")) == PER_CHUNK * len(_held_by_tierd(case, "ram"))
+
+
+def test_requests_decide_what_is_loaded_and_stored(
+    served: tuple[EngineTestbed, Router], plain: ReferenceEngine
+) -> None:
+    case, _ = served
+    requests = case.requests()
+    tokens = prompt(CHUNKS * CHUNK_TOKENS + 5, 750)
+    expected = plain.tokens(tokens)
+
+    def loaded(**hints: Any) -> int:
+        case.settle_stores()
+        case.empty_gpu_cache()
+        transfer = {f"kvtier.{name}": value for name, value in hints.items()}
+        with case.loads() as loads:
+            assert requests.run(tokens, transfer=transfer) == expected
+        return loads.tokens
+
+    assert loaded(skip_store=True) == 0
+    assert loaded(skip_store=True) == 0, "nothing was stored"
+    assert loaded() == 0
+    assert loaded() == CHUNKS * CHUNK_TOKENS
+    assert loaded(skip_load=True) == 0
+    assert loaded(max_load_tokens=2 * CHUNK_TOKENS + 1) == 2 * CHUNK_TOKENS
+    assert loaded(tiers=["ram"]) == CHUNKS * CHUNK_TOKENS
+    assert loaded(tiers=["tape"]) == CHUNKS * CHUNK_TOKENS, "an invalid hint has no effect"
+    rejected = case.engine_metrics()
+    assert any(
+        name.startswith("vllm:kvtier_rejected_hints_total")
+        and "unknown_tier" in name
+        and value == 1
+        for name, value in rejected.items()
+    )
+
+
+def test_a_prefix_is_in_ram_before_its_request_comes(
+    served: tuple[EngineTestbed, Router], plain: ReferenceEngine
+) -> None:
+    case, _ = served
+    requests = case.requests()
+    tokens = prompt(CHUNKS * CHUNK_TOKENS + 5, 760)
+    assert requests.run(tokens) == plain.tokens(tokens)
+    for seed in range(6):
+        requests.run(prompt(CHUNKS * CHUNK_TOKENS + 5, 770 + seed))
+    case.settle_stores()
+    case.empty_gpu_cache()
+    before = case.daemon_events("prefetch_reads")
+    name = requests.add(tokens, transfer={"kvtier.prefetch": True})
+    requests.abort(name)
+    case.drive("step")
+    case.wait_for(
+        lambda: case.daemon_events("prefetch_reads") >= before + 2,
+        "nothing is prefetched",
+    )
+    time.sleep(0.5)
+    with case.loads("ram") as loads:
+        assert requests.run(tokens) == plain.tokens(tokens)
+    assert loads.tokens > 0
