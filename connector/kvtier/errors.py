@@ -98,5 +98,17 @@ class TierMinFreeError(TierNoSpaceError):
     reason = "min_free"
 
 
+class TierQuotaError(TierNoSpaceError):
+    """The tenant of the object has no room left in its share of the tier."""
+
+    reason = "tenant_quota"
+
+
+class TierExpiredError(TierMissError):
+    """The object has expired, and is removed."""
+
+    reason = "expired"
+
+
 class ProtocolError(KVTierError):
     """A message that cannot be decoded, or is not allowed at this point."""

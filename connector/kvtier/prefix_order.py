@@ -5,7 +5,7 @@ is held. The chunks of a tier form a forest: each one knows the chunk before it.
 evicted, the least recently used one first. When a leaf goes, the chunk before it is at least as
 recently used as the leaf was: a prompt ages as a whole and shrinks from its end.
 
-Nodes are small integers in arrays, 29 bytes each. Every method takes constant time, averaged over
+Nodes are small integers in arrays, 33 bytes each. Every method takes constant time, averaged over
 the calls, by two rules:
 
 * The leaves are in a linked list in the order of use. A chunk whose successor is used leaves the
@@ -22,11 +22,17 @@ predecessor arrives or they are used.
 ``victim`` resists scans: a part of the room is kept for chunks that were used often, while others
 come and go. Otherwise one pass of prompts that are never seen again would empty a tier.
 
+Nodes may be *retained*: they go after all others, while they are not more than half of the nodes.
+
+Nodes belong to *groups*, such as tenants, which have lists of their own: ``oldest_of`` finds the
+next victim of one group. Without groups all nodes are in group 0.
+
 Nothing here is thread-safe. The caller maps its objects to nodes.
 """
 
 from __future__ import annotations
 
+import heapq
 from array import array
 from collections import OrderedDict
 
@@ -34,8 +40,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 NONE = 0
-"""No node. Also the head of the list of nodes that were used once; 1 is that of the other list."""
-_PRESENT, _PARKED, _OFTEN, _ORPHAN = 1, 2, 4, 8
+"""No node. Also the head of the list of nodes of group 0 that were used once."""
+KINDS = 3
+"""Lists of a group: used once, used often, retained. Their heads have numbers in this order."""
+_ONCE, _OFTEN_USED, _RETAINED_KIND = range(KINDS)
+_PRESENT, _PARKED, _OFTEN, _ORPHAN, _RETAINED = 1, 2, 4, 8, 16
+_KIND_OF = bytes(
+    _RETAINED_KIND if flags & _RETAINED else _OFTEN_USED if flags & _OFTEN else _ONCE
+    for flags in range(32)
+)
+RETAINED_SHARE = 2
+"""Retained nodes go after all others while they are at most a half of what can be evicted: who asks
+for everything to be retained gets the same as all others."""
 KEPT_SHARE = 8
 """``victim`` keeps an eighth of the nodes for those used often. With a larger share, some traces of
 conversations have fewer hits than by least recent use alone: what was used often is used no more
@@ -43,6 +59,7 @@ one day."""
 KEPT_TURNS = 8
 """They are kept until so many uses and entries have followed their last use, in multiples of the
 nodes that can be evicted: scans pass them by, and what is no longer used goes."""
+MAX_OUTDATED = 64
 _MAX_WALK = 64
 """Places compared when a node returns to the list. Only nodes that were set aside are passed."""
 _MAX_DEPTH = 1 << 16
@@ -51,22 +68,33 @@ cannot form but messages can."""
 
 
 class PrefixOrder:
-    """A forest of chunks in the order of eviction. Nodes used ``often`` have a list of their own.
+    """A forest of chunks in the order of eviction.
 
-    ``candidates``: for each list, how many nodes are present and not parked. All of them can be
-    evicted, one after the other.
+    ``candidates``: for each kind of list (used once, used often, retained), how many nodes are
+    present and not parked. All of them can be evicted, one after the other.
     """
 
     def __init__(self) -> None:
-        self.candidates = [0, 0]
-        self._parent = array("I", (0, 0))
-        self._children = array("I", (0, 0))
-        self._parked_children = array("I", (0, 0))
-        self._before = array("I", (0, 1))
-        self._after = array("I", (0, 1))
-        self._used_at = array("Q", (0, 0))
-        self._flags = bytearray(2)
+        self.candidates = [0] * KINDS
+        self._parent = array("I")
+        self._children = array("I")
+        self._parked_children = array("I")
+        self._before = array("I")
+        self._after = array("I")
+        self._used_at = array("Q")
+        self._group = array("I")
+        self._flags = bytearray()
         self._unused = NONE
+        self._counts: dict[int, list[int]] = {}
+        """Of each group but 0: nodes that are present, and those of them that are not parked."""
+        self._free_groups: list[int] = []
+        self._firsts: list[list[tuple[int, int]]] = [[] for _ in range(KINDS)]
+        """With groups: for each kind a heap of lower bounds of the use of each list's first node,
+        with the group."""
+        self._bounds: list[dict[int, int]] = [{} for _ in range(KINDS)]
+        """The bound of each group that counts; others in the heap are outdated."""
+        for _ in range(KINDS):
+            self._append()
         self._blocked: OrderedDict[int, None] = OrderedDict()
         """Nodes that could be evicted if all that follows them were not parked."""
         self._now = 0
@@ -80,13 +108,22 @@ class PrefixOrder:
             self._unused = self._after[node]
             self._before[node] = self._after[node] = node
             return node
+        return self._append()
+
+    def _append(self) -> int:
         node = len(self._flags)
-        for values in (self._parent, self._children, self._parked_children, self._used_at):
+        for values in (
+            self._parent, self._children, self._parked_children, self._used_at, self._group
+        ):  # fmt: skip
             values.append(0)
         self._before.append(node)
         self._after.append(node)
         self._flags.append(0)
         return node
+
+    def __len__(self) -> int:
+        """Numbers in use or used before: every node is below this."""
+        return len(self._flags)
 
     def release(self, node: int) -> None:
         """The caller forgets an absent node, which nothing follows."""
@@ -122,6 +159,55 @@ class PrefixOrder:
         present = np.frombuffer(self._flags, dtype=np.uint8) & _PRESENT
         return np.array(self._used_at, dtype=np.uint64), present.astype(np.uint8)
 
+    def group_of(self, node: int) -> int:
+        """The group of a node that is present."""
+        return self._group[node]
+
+    # Groups.
+
+    def new_group(self) -> int:
+        """A group without nodes. Its number is below that of no node."""
+        if not self._counts:
+            for kind, bounds in enumerate(self._bounds):
+                bounds[0] = 0
+                self._firsts[kind] = [(0, 0)]
+        if self._free_groups:
+            group = self._free_groups.pop()
+        else:
+            group = self._append()
+            for _ in range(KINDS - 1):
+                self._append()
+        self._counts[group] = [0, 0]
+        return group
+
+    def release_group(self, group: int) -> None:
+        """The caller forgets a group, which has no nodes."""
+        del self._counts[group]
+        for bounds in self._bounds:
+            bounds.pop(group, None)
+        self._free_groups.append(group)
+
+    def present_of(self, group: int) -> int:
+        """How many nodes of a group, but 0, are present."""
+        return self._counts[group][0]
+
+    def candidates_of(self, group: int) -> int:
+        """How many nodes of a group, but 0, are present and not parked."""
+        return self._counts[group][1]
+
+    def move(self, node: int, group: int) -> None:
+        """It has become known to which group a present node belongs."""
+        before = self._group[node]
+        if before == group:
+            return
+        free = int(not self._flags[node] & _PARKED)
+        self._count(before, -1, -free)
+        self._group[node] = group
+        self._count(group, 1, free)
+        if self._after[node] != node:
+            self._remove(node)
+            self._insert_in_order(node)
+
     # Changes.
 
     def enter(
@@ -129,6 +215,7 @@ class PrefixOrder:
         node: int,
         parent: int = NONE,
         *,
+        group: int = 0,
         often: bool = False,
         oldest: bool = False,
         elsewhere: bool = False,
@@ -146,14 +233,17 @@ class PrefixOrder:
         )
         kind = _OFTEN if often else 0
         self._flags[node] = _PRESENT | kind | (_ORPHAN if orphan else 0)
+        self._group[node] = group
         self.candidates[often] += 1
+        if group:
+            self._count(group, 1, 1)
         if orphan or oldest:
             self._used_at[node] = 0
-            self._insert(node, int(often))
+            self._insert(node, group + often)
         else:
             self._now += 1
             self._used_at[node] = self._now
-            self._insert(node, self._before[int(often)])
+            self._insert(node, self._before[group + often])
         if parent:
             self._attach(node, parent)
         self._note_blocked(node)
@@ -161,13 +251,14 @@ class PrefixOrder:
     def leave(self, node: int) -> int:
         """The chunk is no longer held. Returns the node before it, if that is absent and has no
         followers left, so that the caller can forget it; else ``NONE``."""
-        flags, parent, position = self._flags[node], self._parent[node], NONE
-        linked = self._after[node] != node
-        if linked:
+        flags, parent, position = self._flags[node], self._parent[node], -1
+        if self._after[node] != node:
             position = self._before[node]
             self._remove(node)
         if not flags & _PARKED:
-            self.candidates[bool(flags & _OFTEN)] -= 1
+            self.candidates[_KIND_OF[flags]] -= 1
+        if self._group[node]:
+            self._count(self._group[node], -1, -int(not flags & _PARKED))
         self._blocked.pop(node, None)
         self._flags[node], self._parent[node] = 0, NONE
         if not parent:
@@ -176,7 +267,11 @@ class PrefixOrder:
         self._parked_children[parent] -= bool(flags & _PARKED)
         if not self._flags[parent] & _PRESENT:
             return NONE if self._children[parent] else parent
-        self._inherit(parent, bool(flags & _OFTEN), self._used_at[node], linked, position)
+        head = self._group[node] + _KIND_OF[flags]
+        same_list = position >= 0 and head == self._head(parent, flags & _OFTEN)
+        self._inherit(
+            parent, bool(flags & _OFTEN), self._used_at[node], position if same_list else -1
+        )
         self._note_blocked(parent)
         return NONE
 
@@ -192,10 +287,23 @@ class PrefixOrder:
         self._used_at[node] = self._now
         if self._after[node] != node:
             self._remove(node)
-        self._insert(node, self._before[bool(self._flags[node] & _OFTEN)])
+        self._insert(node, self._before[self._head(node)])
         parent = self._parent[node]
         if parent:
             self._give_way(parent, node)
+
+    def retain(self, node: int, retained: bool) -> None:
+        """A present node goes after all others from here on, or no longer does."""
+        flags = self._flags[node]
+        if not flags & _PRESENT or bool(flags & _RETAINED) == retained:
+            return
+        self._flags[node] ^= _RETAINED
+        if not flags & _PARKED:
+            self.candidates[_KIND_OF[flags]] -= 1
+            self.candidates[_KIND_OF[flags ^ _RETAINED]] += 1
+        if self._after[node] != node:
+            self._remove(node)
+            self._insert_in_order(node)
 
     def follow(self, node: int, parent: int) -> bool:
         """It has become known that a present node follows ``parent``. False if it follows a node
@@ -211,7 +319,9 @@ class PrefixOrder:
         if flags & (_PRESENT | _PARKED) != _PRESENT:
             return
         self._flags[node] |= _PARKED
-        self.candidates[bool(flags & _OFTEN)] -= 1
+        self.candidates[_KIND_OF[flags]] -= 1
+        if self._group[node]:
+            self._count(self._group[node], 0, -1)
         self._blocked.pop(node, None)
         parent = self._parent[node]
         if parent:
@@ -224,7 +334,9 @@ class PrefixOrder:
         if not flags & _PARKED:
             return
         self._flags[node] &= ~_PARKED
-        self.candidates[bool(flags & _OFTEN)] += 1
+        self.candidates[_KIND_OF[flags]] += 1
+        if self._group[node]:
+            self._count(self._group[node], 0, 1)
         if self._after[node] == node and not self._children[node]:
             self._insert_in_order(node)
         self._note_blocked(node)
@@ -242,13 +354,47 @@ class PrefixOrder:
         if self._after[node] != node:
             self._remove(node)
         if not self._children[node]:
-            self._insert(node, int(bool(self._flags[node] & _OFTEN)))
+            self._insert(node, self._head(node))
 
     # The next victim.
 
     def oldest(self, *, often: bool = False) -> int:
         """The least recently used leaf of one list that is not parked, or ``NONE``. It stays."""
-        head = int(often)
+        return self._oldest(int(often))
+
+    def oldest_of(self, group: int) -> int:
+        """The least recently used leaf of one group that is not parked, or ``NONE``. It stays.
+        Those that are retained go after the others."""
+        once, often = self._first(group), self._first(group + _OFTEN_USED)
+        if once and often:
+            return once if self._used_at[once] <= self._used_at[often] else often
+        return once or often or self._first(group + _RETAINED_KIND)
+
+    def _oldest(self, kind: int) -> int:
+        """The least recently used leaf of the lists of one kind that is not parked."""
+        if not self._counts:
+            return self._first(kind)
+        heap, bounds = self._firsts[kind], self._bounds[kind]
+        while heap:
+            bound, group = heap[0]
+            if bounds.get(group) != bound:
+                heapq.heappop(heap)
+                continue
+            node = self._first(group + kind)
+            if not node:
+                heapq.heappop(heap)
+                del bounds[group]
+                continue
+            used_at = self._used_at[node]
+            if used_at == bound:
+                return node
+            if bounds.get(group) == bound:
+                heapq.heapreplace(heap, (used_at, group))
+                bounds[group] = used_at
+        return NONE
+
+    def _first(self, head: int) -> int:
+        """The least recently used leaf of one list that is not parked."""
         while (node := self._after[head]) != head:
             flags = self._flags[node]
             if flags & _PARKED or self._children[node]:
@@ -258,11 +404,24 @@ class PrefixOrder:
         return NONE
 
     def victim(self) -> int:
-        """The least recently used leaf of both lists that is not parked, or ``NONE``. It stays.
+        """The least recently used leaf of all lists that is not parked, or ``NONE``. It stays.
 
         A leaf of the list of nodes used often is passed over for a later one of the other list
-        while its list is no more than a ``KEPT_SHARE``-th of all, and for ``KEPT_TURNS``.
+        while its list is no more than a ``KEPT_SHARE``-th of all, and for ``KEPT_TURNS``. Retained
+        ones are passed over while they are no more than a ``RETAINED_SHARE``-th.
         """
+        if self.candidates[_RETAINED_KIND]:
+            return self.retained_victim(self._victim())
+        return self._victim()
+
+    def retained_victim(self, other: int) -> int:
+        """What is evicted instead of ``other``, which is not retained or ``NONE``."""
+        share = self.candidates[_RETAINED_KIND] * RETAINED_SHARE > sum(self.candidates)
+        if other and not share:
+            return other
+        return self._oldest(_RETAINED_KIND) or other
+
+    def _victim(self) -> int:
         once, often = self.oldest(), self.oldest(often=True)
         if not once or not often:
             return once or often
@@ -311,19 +470,20 @@ class PrefixOrder:
         ):
             self._remove(parent)
 
-    def _inherit(self, node: int, often: bool, used_at: int, linked: bool, position: int) -> None:
-        """A follower has left, which was linked behind ``position``: takes its place, if that is
-        later than the node's own."""
+    def _inherit(self, node: int, often: bool, used_at: int, position: int) -> None:
+        """A follower has left, which was linked behind ``position`` of the list that the node's
+        place would be in, or in no such list (-1): takes its place, if that is later than the
+        node's own."""
         own_often = bool(self._flags[node] & _OFTEN)
         if often > own_often or (often == own_often and used_at >= self._used_at[node]):
             if often and not own_often:
                 self._make_often(node)
             self._used_at[node] = max(self._used_at[node], used_at)
-            if linked and position == node:
+            if position == node:
                 return
             if self._after[node] != node:
                 self._remove(node)
-            if linked:
+            if position >= 0:
                 self._insert(node, position)
                 return
         if self._after[node] == node and not self._children[node]:
@@ -342,18 +502,28 @@ class PrefixOrder:
             self._flags[orphan] &= ~_ORPHAN
             self._used_at[orphan] = self._used_at[parent]
         self._remove(node)
-        same = not (self._flags[node] ^ self._flags[parent]) & _OFTEN
-        if same and self._after[parent] != parent:
+        head = self._head(node)
+        if head == self._head(parent) and self._after[parent] != parent:
             self._insert(node, parent)
         else:
-            self._insert(node, self._before[bool(self._flags[node] & _OFTEN)])
+            self._insert(node, self._before[head])
         return True
 
     def _make_often(self, node: int) -> None:
         self._flags[node] |= _OFTEN
-        if not self._flags[node] & _PARKED:
+        if not self._flags[node] & (_PARKED | _RETAINED):
             self.candidates[0] -= 1
             self.candidates[1] += 1
+
+    def _head(self, node: int, more: int = 0) -> int:
+        """The head of the list of a node, with ``more`` flags."""
+        return self._group[node] + _KIND_OF[self._flags[node] | more]
+
+    def _count(self, group: int, present: int, free: int) -> None:
+        if group:
+            counts = self._counts[group]
+            counts[0] += present
+            counts[1] += free
 
     def _note_blocked(self, node: int) -> None:
         children = self._children[node]
@@ -370,6 +540,22 @@ class PrefixOrder:
         after = self._after[position]
         self._before[node], self._after[node] = position, after
         self._after[position] = self._before[after] = node
+        if self._counts:
+            self._note_first(node, position)
+
+    def _note_first(self, node: int, position: int) -> None:
+        """A node was inserted: if it is the first one, its use is a bound of the list's."""
+        group = self._group[node]
+        kind = position - group
+        if 0 <= kind < KINDS and not self._flags[position] and kind == _KIND_OF[self._flags[node]]:
+            used_at, bounds = self._used_at[node], self._bounds[kind]
+            if used_at < bounds.get(group, used_at + 1):
+                bounds[group] = used_at
+                heap = self._firsts[kind]
+                if len(heap) > MAX_OUTDATED + 2 * len(bounds):
+                    heap[:] = sorted((bound, each) for each, bound in bounds.items())
+                else:
+                    heapq.heappush(heap, (used_at, group))
 
     def _remove(self, node: int) -> None:
         before, after = self._before[node], self._after[node]
@@ -377,7 +563,7 @@ class PrefixOrder:
         self._before[node] = self._after[node] = node
 
     def _insert_in_order(self, node: int) -> None:
-        head = position = int(bool(self._flags[node] & _OFTEN))
+        head = position = self._head(node)
         used_at = self._used_at[node]
         for _ in range(_MAX_WALK):
             after = self._after[position]

@@ -29,7 +29,8 @@ class CheckedOrder:
     A victim is in no use. None is evicted before an object that follows it, unless something in use
     follows every object that is left. If nothing is found, everything is in use. Of the ends of
     prefixes the least recently used one goes first (``recency``: not so for ARC), except that an
-    eighth is kept for those that were used again.
+    eighth is kept for those that were used again. Retained ones go after the others while they are
+    at most a half.
     """
 
     def __init__(self, inner: EvictionOrder[Entry], recency: bool = True) -> None:
@@ -37,6 +38,7 @@ class CheckedOrder:
         self._recency = recency
         self._parked: dict[Entry, bool] = {}
         self._uses: dict[Entry, _Use] = {}
+        self._retained: set[Entry] = set()
         self._now = 0
 
     def admit(self, item: Entry) -> None:
@@ -84,6 +86,7 @@ class CheckedOrder:
         if item not in self._parked:
             return
         del self._parked[item]
+        self._retained.discard(item)
         use = self._uses.pop(item)
         for before, mine in self._uses.items():
             follows = (before.namespace, before.key) == (item.namespace, item.previous)
@@ -104,18 +107,23 @@ class CheckedOrder:
             held -= {(each.namespace, each.key) for each, use in self._uses.items() if use.unclear}
 
     def _check_recency(self, found: Entry, ends: list[Entry]) -> None:
+        free = [each for each, parked in self._parked.items() if not parked]
+        retained = self._retained.intersection(free)
+        if retained.intersection(ends) and not retained.issuperset(ends):
+            too_many = 2 * len(retained) > len(free)
+            assert (found in retained) == too_many, "a retained object is evicted before others"
+        ends = [each for each in ends if (each in retained) == (found in retained)]
         mine = self._uses[found]
         if not self._recency or mine.unclear or self._before(found) & {found}:
             return
         clear = not any(use.unclear for use in self._uses.values())
-        free = [each for each, parked in self._parked.items() if not parked]
-        often = sum(self._uses[each].often for each in free)
+        often = sum(self._uses[each].often for each in free if each not in retained)
         kept = often * KEPT_SHARE <= len(free)
         for each in ends:
             use = self._uses[each]
             if use.unclear or use.at >= mine.at or each in self._before(each):
                 continue
-            spared = use.often and not mine.often and (kept or not clear)
+            spared = use.often and not mine.often and (kept or not clear) and found not in retained
             assert spared, "an object is evicted before one that was used less recently"
 
     def victim(self, urgent: bool = True) -> Entry | None:
@@ -141,6 +149,30 @@ class CheckedOrder:
             ), "an object is evicted before one that follows it and is not in use"
         self._leave(found)
         return found
+
+    def next_of(self, tenant: bytes) -> Entry | None:
+        found = self._inner.next_of(tenant)
+        own = [
+            each for each, parked in self._parked.items() if each.tenant == tenant and not parked
+        ]
+        followed = {(each.namespace, each.previous) for each in self._parked if each.previous}
+        ends = [each for each in own if (each.namespace, each.key) not in followed]
+        assert (found in ends) if ends else found is None, "not an end of the tenant's own"
+        return found
+
+    def count_of(self, tenant: bytes) -> tuple[int, int]:
+        found = self._inner.count_of(tenant)
+        if tenant:
+            own = [parked for each, parked in self._parked.items() if each.tenant == tenant]
+            assert found == (len(own), own.count(False))
+        return found
+
+    def retain(self, item: Entry, retained: bool) -> None:
+        if retained and item in self._parked:
+            self._retained.add(item)
+        else:
+            self._retained.discard(item)
+        self._inner.retain(item, retained)
 
     def _before(self, item: Entry) -> set[Entry]:
         """What an object follows. Messages can say that two objects follow each other: then neither

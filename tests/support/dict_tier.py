@@ -27,7 +27,9 @@ class DictTier(Tier):
 
     def __init__(self, name: str = "dict", capacity_bytes: int = 1 << 30) -> None:
         self.name = name
-        self.capabilities = TierCapabilities(persistent=False, shared=False, indexed=True)
+        self.capabilities = TierCapabilities(
+            persistent=False, shared=False, indexed=True, expires=True
+        )
         self.objects: dict[ObjectRef, tuple[bytes, ObjectMeta]] = {}
         self._lock = threading.Lock()
         self._capacity = capacity_bytes

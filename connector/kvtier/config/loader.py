@@ -25,7 +25,6 @@ from pydantic import BaseModel, ValidationError
 from kvtier.config import lmcache_url
 from kvtier.config.models import (
     SCHEMA_VERSION,
-    BreakerSettings,
     Daemon,
     FileSystemTierDocument,
     Live,
@@ -278,12 +277,15 @@ def merge_live(
     merge = _Merge()
     try:
         values = merge.fields(
-            Live, previous, {k: v for k, v in document.items() if k not in ("breaker", "tiers")}, ""
+            Live,
+            previous,
+            {k: v for k, v in document.items() if k not in ("tiers", *_PARTS)},
+            "",
         )
-        if "breaker" in document:
-            values["breaker"] = merge.model(
-                BreakerSettings, previous.breaker, document["breaker"], "breaker"
-            )
+        for name in _PARTS:
+            if name in document:
+                part = getattr(previous, name)
+                values[name] = merge.model(type(part), part, document[name], name)
         if "tiers" in document:
             values["tiers"] = _merge_tiers(merge, document["tiers"], previous, structural)
     except RecursionError:
@@ -292,6 +294,10 @@ def merge_live(
             RejectedValue(LIVE_FILE, "the document is nested too deeply", "must be a JSON object")
         ]
     return previous.model_copy(update=values), merge.rejected
+
+
+_PARTS = ("breaker", "hints", "tenants")
+"""Live values that are objects."""
 
 
 def _merge_tiers(

@@ -83,6 +83,36 @@ class BreakerSettings(Document):
     period_seconds: Annotated[int, Field(ge=1, le=86_400)] = 60
 
 
+class TenantKind(StrEnum):
+    """What makes requests belong to one tenant: their ``cache_salt``, or the policy."""
+
+    CACHE_SALT = "CacheSalt"
+    POLICY = "Policy"
+
+
+class TenantSettings(Document):
+    """Tenants, and the share of each tier's capacity that one of them may hold. 100: no limit."""
+
+    by: TenantKind = TenantKind.CACHE_SALT
+    max_percent: Annotated[int, Field(ge=1, le=100)] = 100
+
+
+class Honour(StrEnum):
+    """Whether hints of requests have an effect."""
+
+    ENABLED = "Enabled"
+    DISABLED = "Disabled"
+
+
+class HintSettings(Document):
+    """What requests may ask for. ``max_pinned_percent``: of the memory tier, and of one tenant's
+    share of it. ``default_retain_seconds``: for requests that do not say; 0: not retained."""
+
+    honour: Honour = Honour.ENABLED
+    max_pinned_percent: Annotated[int, Field(ge=0, le=80)] = 20
+    default_retain_seconds: Annotated[int, Field(ge=0, le=604_800)] = 0
+
+
 class Live(Document):
     """The settings that may change while the engine runs. ``tiers`` is keyed by tier name."""
 
@@ -91,6 +121,8 @@ class Live(Document):
     min_load_tokens: Annotated[int, Field(ge=0, le=10_000_000)] = 512
     min_store_tokens: Annotated[int, Field(ge=0, le=10_000_000)] = 0
     breaker: BreakerSettings = BreakerSettings()
+    tenants: TenantSettings = TenantSettings()
+    hints: HintSettings = HintSettings()
     tiers: dict[str, LiveTier]
 
 

@@ -183,7 +183,7 @@ def _half_a_tag(
     header = memoryview(bytearray(HEADER_BYTES))
     write_tagged(header, payload, ref, meta, read_key_set(keyed.keys).current)
     tag = bytes(header[112:128]).ljust(32, b"\0")
-    set_seal(header, 1, SealFields(tag, FIRST_KEY))
+    set_seal(header, False, SealFields(tag, FIRST_KEY))
     checksum = by_kind(meta.checksum_kind)
     if checksum is None:
         raise LookupError(meta.checksum_kind)

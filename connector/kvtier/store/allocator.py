@@ -19,6 +19,7 @@ from kvtier.store.presence import PresenceIndex
 from kvtier.store.slot_pool import SEGMENTS_PER_POOL, SlotPool
 from kvtier.store.state import Entry, Slot, SlotClass, SlotRequest, SlotState
 from kvtier.store.types import CreditsGranted, KeysEvicting
+from kvtier.tenants import UNLIMITED
 
 EVICTION_ACK_SECONDS = 0.1
 MAX_CREDITS = 64
@@ -30,6 +31,8 @@ least."""
 MAX_ROUNDS = 64
 """Rounds per ``run``. The next ``run`` continues."""
 MAX_RESERVE = 16
+ENFORCED_PER_RUN = 256
+"""Objects of tenants above their share that one ``run`` evicts. The next one continues."""
 RESERVE_SHARE = 16
 """Free slots that credits leave to reads: a sixteenth of the class's share, at most
 ``MAX_RESERVE``."""
@@ -55,6 +58,8 @@ class SlotAllocator:
         self._notices: dict[int, tuple[list[Entry], Timer]] = {}
         self._tokens = count(1)
         self._claimant: SlotClass | None = None
+        self.busy = False
+        """Whether the next ``run`` has something to do at once."""
 
     # Slots for reads.
 
@@ -77,11 +82,66 @@ class SlotAllocator:
         """Removes a request that has not been served."""
         self._requests[request.kind.slot_bytes].remove(request)
 
+    # Tenants.
+
+    def tenant_room(self, tenant: bytes) -> int:
+        """Bytes that a tenant may add, if what it has and does not use is evicted."""
+        room = self._resident.accounts.room(tenant)
+        if room == UNLIMITED:
+            return room
+        orders = self._resident.orders()
+        return room + sum(size * order.count_of(tenant)[1] for size, order in orders)
+
+    def make_tenant_room(self, tenant: bytes, size_bytes: int, previous: tuple[str, bytes]) -> bool:
+        """Evicts objects of the tenant, so that it may add an object of this size; False if it
+        cannot. ``previous``: what the object follows, which is not evicted for it."""
+        accounts = self._resident.accounts
+        if accounts.room(tenant) >= size_bytes:
+            return True
+        if self._context.fenced or size_bytes > accounts.limit_bytes:
+            return False
+        while accounts.room(tenant) < size_bytes:
+            victim = self._next_of(tenant)
+            if victim is None or (victim.namespace, victim.key) == previous:
+                return False
+            self._context.count("tenant_evictions")
+            self._announce([victim])
+        return True
+
+    def _next_of(self, tenant: bytes) -> Entry | None:
+        """The object of a tenant to evict next: of the groups of a prefix, one of which it has the
+        most."""
+        found: Entry | None = None
+        most = 0
+        for _, order in self._resident.orders():
+            count, free = order.count_of(tenant)
+            if free and count > most:
+                victim = order.next_of(tenant)
+                if victim is not None:
+                    found, most = victim, count
+        return found
+
+    def _enforce_shares(self) -> None:
+        """Evicts what tenants have above their share: it was lowered, or reads have brought it."""
+        over, left = self._resident.accounts.over, ENFORCED_PER_RUN
+        for tenant in list(over):
+            while tenant in over and left > 0 and (victim := self._next_of(tenant)) is not None:
+                left -= 1
+                self._context.count("tenant_evictions")
+                self._announce([victim])
+        self.busy = left <= 0
+
+    def expire(self, entry: Entry) -> None:
+        """Removes an object that nothing uses and whose time has passed."""
+        self._announce([entry])
+
     # Distribution.
 
     def run(self) -> None:
         """Hands out free slots and evicts for expected demand. Repeats while that frees slots at
         once."""
+        if self._resident.accounts.over or self.busy:
+            self._enforce_shares()
         for _ in range(MAX_ROUNDS):
             if not self._round():
                 return

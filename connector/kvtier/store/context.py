@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -124,13 +125,15 @@ class UnexpectedErrors:
 @dataclass(frozen=True, slots=True)
 class StoreRuntime:
     """What the store needs from its process. ``checksums`` computes the checksums of objects that
-    engines store. ``generations``: memory of the generation words, shared with the engines."""
+    engines store. ``generations``: memory of the generation words, shared with the engines.
+    ``wall``: seconds since the epoch, for the times at which objects expire."""
 
     io: IoExecutor
     clock: Clock
     checksums: Checksum = field(default_factory=preferred)
     counters: StoreCounters = field(default_factory=StoreCounters)
     generations: memoryview | None = None
+    wall: Clock = time.time
 
 
 class StoreContext:
@@ -149,6 +152,7 @@ class StoreContext:
     ) -> None:
         self.io = runtime.io
         self.clock = runtime.clock
+        self.wall = runtime.wall
         self.checksums = runtime.checksums
         self.counters = runtime.counters
         self.generations = GenerationWords(pool_bytes, runtime.generations)
@@ -186,6 +190,8 @@ class StoreContext:
                 meta.checksum_kind,
                 object_digest(meta),
                 previous=key_mark(entry.previous) if entry.previous else b"",
+                tenant=entry.tenant,
+                expires_at=entry.expires_at,
             )
         )
         if failure:

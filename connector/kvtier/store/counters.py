@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 MESSAGES = (
     "Abort", "Bye", "Cancel", "Deliver", "EvictionAck", "Heartbeat", "Hello", "Load",
-    "Identify", "LoadReleased", "Prefetch", "Promote", "Reserve", "Resync",
+    "Identify", "Keep", "LoadReleased", "Prefetch", "Promote", "Reserve", "Resync",
 )  # fmt: skip
 """What an engine sends (``tierd/wire.py``)."""
-TIER_ERRORS = ("corrupt", "error", "key_missing", "min_free", "no_space", "unavailable",
-               "unexpected", "unverifiable", "vanished")  # fmt: skip
+TIER_ERRORS = ("corrupt", "error", "expired", "key_missing", "min_free", "no_space",
+               "tenant_quota", "unavailable", "unexpected", "unverifiable", "vanished")  # fmt: skip
 """``TierError.reason`` of each class, and ``unexpected`` for any other exception."""
 READ_ERRORS = (*TIER_ERRORS, "no_key", "other_version", "unkeyed", "unknown_key", "wrong_tag")
 """With the reasons of objects that a read finds and cannot use."""
@@ -88,6 +88,8 @@ COUNTERS: dict[str, CounterLabels] = {
     "tier_reads_timed_out": _tier("Reads that did not end within their deadline."),
     "tier_too_slow": _tier("Promotions that did not use a tier because recomputing was faster."),
     "tier_write_bytes": _tier("Bytes written to a tier."),
+    "tier_expired": _tier("Objects of a tier that were removed because they had expired."),
+    "tier_tenant_evictions": _tier("Objects of a tier that were evicted for a tenant's share."),
     "tier_writes": _tier("Objects written to a tier."),
     "tier_writes_dropped": _tier(
         "Objects that were not written to a tier, by reason.",
@@ -98,7 +100,8 @@ COUNTERS: dict[str, CounterLabels] = {
         "Objects that wait in RAM to be written, by reason.", "too_many_pending", "write_budget"
     ),
     "tier_writes_skipped": _tier(
-        "Objects that the store policy did not admit to a tier, by reason.", "not_reused"
+        "Objects that the store policy or a request did not admit to a tier, by reason.",
+        "expires", "hint_tiers", "not_reused",
     ),
     "prefetch_reads": _tier("Reads for requests that wait in an engine's queue."),
     # Promotions.
@@ -112,8 +115,9 @@ COUNTERS: dict[str, CounterLabels] = {
     ),
     "promotions_cut": _global(
         "Prefixes of promotions that were cut, by reason.",
-        *READ_ERRORS, "absent", "breaker", "fenced", "no_slot", "no_time", "read_past_its_estimate",
-        "recovered_corrupt", "selection", "tier_timeout", "too_many_promotions",
+        *READ_ERRORS, "absent", "breaker", "fenced", "no_slot", "no_time",
+        "read_past_its_estimate", "recovered_corrupt", "selection", "tier_timeout",
+        "too_many_promotions",
     ),
     "promotions_ended": _global(
         "Promotions that ended, by outcome.",
@@ -133,7 +137,8 @@ COUNTERS: dict[str, CounterLabels] = {
     "late_cancels": _global("Cancellations of promotions that had ended."),
     "loads": _global("Loads from RAM into GPU memory that began."),
     "loads_cut": _global(
-        "Prefixes of loads that were cut, by reason.", "gone", "unknown_group", "unverified"
+        "Prefixes of loads that were cut, by reason.",
+        "expired", "gone", "unknown_group", "unverified",
     ),
     "loads_rejected": _global("Loads that were rejected, by reason.", "too_many"),
     "loads_without_promotion": _global("Loads that name a promotion that has ended."),
@@ -141,7 +146,7 @@ COUNTERS: dict[str, CounterLabels] = {
     "stores_cancelled": _global(
         "Stores that were cancelled, by reason.",
         "aborted", "engine_closed", "no_predecessor", "pending", "present", "read_meanwhile",
-        "reset",
+        "reset", "tenant_quota",
     ),
     "stores_committed": _global("Objects that were stored in RAM."),
     "stores_dropped_at_end": _global("Stores that were pending when tierd ended."),
@@ -149,6 +154,16 @@ COUNTERS: dict[str, CounterLabels] = {
     "eviction_notices_ended": _global(
         "Eviction notices that ended, by reason.", "acknowledged", "timed_out"
     ),
+    "objects_expired": _global("Objects in RAM whose time to live has passed."),
+    "pins": _global("Objects in RAM that requests have pinned."),
+    "pins_ended": _global(
+        "Objects that are no longer pinned, by reason.", "expired", "limit", "reclaimed"
+    ),
+    "pins_refused": _global(
+        "Objects that requests could not pin, by reason.",
+        "not_in_ram", "tenant_limit", "tier_limit",
+    ),
+    "tenant_evictions": _global("Objects that were evicted from RAM for their tenant's share."),
     "evictions": _global("Objects that were evicted from RAM."),
     "evictions_cancelled": _global("Evictions that ended because the object was used again."),
     "late_eviction_acks": _global("Acknowledgements of eviction notices that had ended."),
@@ -189,8 +204,9 @@ COUNTERS: dict[str, CounterLabels] = {
     "protocol_violations": _global(
         "Messages that break the protocol, by reason.",
         "acknowledged_twice", "engine_opened_twice", "frames", "hello_twice", "load_released_twice",
-        "load_twice", "load_without_ranks", "not_a_writer", "prefetch_twice", "prefix_cost",
-        "promotion_twice", "reservation_twice", "slot_not_granted", "undecodable", "unknown_engine",
+        "load_twice", "load_without_ranks", "not_a_writer", "owner", "prefetch_twice",
+        "prefix_cost", "promotion_twice", "reservation_twice", "slot_not_granted", "undecodable",
+        "unknown_engine",
         "unknown_group", "unknown_load", *(f"{role}_{name}" for role in ("scheduler", "worker")
                           for name in MESSAGES),
     ),

@@ -17,6 +17,7 @@ from kvtier.store.presence import PresenceIndex
 from kvtier.store.slot_pool import SlotPool
 from kvtier.store.state import Entry, SlotClass, SlotState
 from kvtier.store.types import MEMORY_BIT, UNVERIFIED_BIT, PresenceChanged
+from kvtier.tenants import TenantAccounts
 
 T = TypeVar("T")
 ItemT = TypeVar("ItemT")
@@ -25,6 +26,10 @@ IdentityT = TypeVar("IdentityT", bound=Hashable)
 
 def _nowhere(_identity: object) -> bool:
     return False
+
+
+def _no_tenant(_item: object) -> bytes:
+    return b""
 
 
 class EvictionOrder(Protocol[T]):
@@ -71,6 +76,18 @@ class EvictionOrder(Protocol[T]):
         """
         ...
 
+    def next_of(self, tenant: bytes) -> T | None:
+        """Returns the object of this tenant to evict next, which stays; None if there is none."""
+        ...
+
+    def count_of(self, tenant: bytes) -> tuple[int, int]:
+        """How many objects a tenant has, and how many of them can be evicted."""
+        ...
+
+    def retain(self, item: T, retained: bool) -> None:
+        """The object is evicted after all others, or no longer is."""
+        ...
+
     def __len__(self) -> int:
         """How many objects can be evicted."""
         ...
@@ -83,7 +100,8 @@ class LruPolicy(Generic[ItemT, IdentityT]):
     ``identify`` returns the identity of an item, which is the same when the object is stored again.
     ``previous`` returns the identity of the object before it, None if there is none or it is not
     known. ``elsewhere`` tells whether that object can be had from another tier; if it cannot, and
-    is not resident, the object is evicted before others.
+    is not resident, the object is evicted before others. ``tenant`` returns whom it belongs to,
+    empty if to no tenant.
 
     While every leaf is in use, the victim is an object that only objects in use follow.
     """
@@ -93,11 +111,15 @@ class LruPolicy(Generic[ItemT, IdentityT]):
         identify: Callable[[ItemT], IdentityT],
         previous: Callable[[ItemT], IdentityT | None],
         elsewhere: Callable[[IdentityT], bool] = _nowhere,
+        tenant: Callable[[ItemT], bytes] = _no_tenant,
     ) -> None:
         self._identify = identify
         self._previous = previous
         self._elsewhere = elsewhere
+        self._tenant = tenant
         self._tree = PrefixOrder()
+        self._groups: dict[bytes, int] = {}
+        """Of tenants that have objects."""
         self._nodes: dict[IdentityT, int] = {}
         self._items: dict[int, ItemT] = {}
         """Nodes of objects that are resident and not leaving. The other nodes are absent."""
@@ -142,6 +164,9 @@ class LruPolicy(Generic[ItemT, IdentityT]):
         if node is None or self._items.pop(node, None) is None:
             return
         orphaned = self._tree.leave(node)
+        tenant = self._tenant(item)
+        if tenant and not self._tree.present_of(self._groups[tenant]):
+            self._tree.release_group(self._groups.pop(tenant))
         previous = self._previous(item)
         if orphaned and previous is not None:
             self._drop_if_unused(orphaned, previous)
@@ -154,6 +179,25 @@ class LruPolicy(Generic[ItemT, IdentityT]):
     def victim(self, urgent: bool = True) -> ItemT | None:
         """The end of the least recently used prefix, which is leaving."""
         return self._take(self._tree.victim() or (self._tree.blocked() if urgent else NONE))
+
+    def next_of(self, tenant: bytes) -> ItemT | None:
+        """The end of the tenant's least recently used prefix."""
+        group = self._groups.get(tenant)
+        node = NONE if group is None else self._tree.oldest_of(group)
+        return self._items[node] if node else None
+
+    def count_of(self, tenant: bytes) -> tuple[int, int]:
+        """How many objects a tenant has, and how many of them can be evicted."""
+        group = self._groups.get(tenant)
+        if group is None:
+            return 0, 0
+        return self._tree.present_of(group), self._tree.candidates_of(group)
+
+    def retain(self, item: ItemT, retained: bool) -> None:
+        """The object is evicted after all others, or no longer is."""
+        node = self._nodes.get(self._identify(item))
+        if node is not None and node in self._items:
+            self._tree.retain(node, retained)
 
     def __len__(self) -> int:
         return sum(self._tree.candidates)
@@ -169,7 +213,12 @@ class LruPolicy(Generic[ItemT, IdentityT]):
         self._items[node] = item
         self._note_lost(parent)
         elsewhere = previous is not None and self._elsewhere(previous)
-        self._tree.enter(node, parent, often=often, elsewhere=elsewhere)
+        group, tenant = 0, self._tenant(item)
+        if tenant:
+            group = self._groups.get(tenant, 0)
+            if not group:
+                group = self._groups[tenant] = self._tree.new_group()
+        self._tree.enter(node, parent, group=group, often=often, elsewhere=elsewhere)
         if previous is not None and self._tree.predecessor(node) != parent:
             self._drop_if_unused(parent, previous)
 
@@ -219,8 +268,9 @@ class ArcPolicy(LruPolicy[ItemT, IdentityT]):
         identify: Callable[[ItemT], IdentityT],
         previous: Callable[[ItemT], IdentityT | None],
         elsewhere: Callable[[IdentityT], bool] = _nowhere,
+        tenant: Callable[[ItemT], bytes] = _no_tenant,
     ) -> None:
-        super().__init__(identify, previous, elsewhere)
+        super().__init__(identify, previous, elsewhere, tenant)
         self._is_often: dict[IdentityT, bool] = {}
         """Of all objects, those that are leaving included."""
         self._recent_ghosts: OrderedDict[IdentityT, None] = OrderedDict()
@@ -285,11 +335,10 @@ class ArcPolicy(LruPolicy[ItemT, IdentityT]):
         """The end of a prefix of the list that exceeds its target, which is leaving."""
         tree = self._tree
         recent_first = tree.candidates[0] > self.target_recent or not tree.candidates[1]
-        return self._take(
-            tree.oldest(often=not recent_first)
-            or tree.oldest(often=recent_first)
-            or (tree.blocked() if urgent else NONE)
-        )
+        node = tree.oldest(often=not recent_first) or tree.oldest(often=recent_first)
+        if tree.candidates[2]:
+            node = tree.retained_victim(node)
+        return self._take(node or (tree.blocked() if urgent else NONE))
 
 
 class ResidentObjects:
@@ -311,14 +360,31 @@ class ResidentObjects:
         self._new_order = new_order
         self._entries: dict[tuple[str, bytes], Entry] = {}
         self._orders: dict[int, EvictionOrder[Entry]] = {}
+        self._on_removed: Callable[[Entry], None] | None = None
         self.pinned_bytes = 0
+        """Of objects that something uses."""
+        self.accounts = TenantAccounts()
+        """Bytes of each tenant: of objects that are not being evicted, and of those on their way
+        into RAM."""
 
     def __len__(self) -> int:
         return len(self._entries)
 
+    def on_removed(self, handler: Callable[[Entry], None]) -> None:
+        """Registers what is told when an object begins to leave RAM."""
+        self._on_removed = handler
+
     def get(self, namespace: str, key: bytes) -> Entry | None:
-        """The object, including one that is being evicted."""
+        """The object, including one that is being evicted or has expired."""
         return self._entries.get((namespace, key))
+
+    def is_expired(self, entry: Entry) -> bool:
+        """Whether the object must no longer be used."""
+        return 0 < entry.expires_at <= self._context.wall()
+
+    def orders(self) -> Iterable[tuple[int, EvictionOrder[Entry]]]:
+        """The orders of all slot classes, by slot size."""
+        return self._orders.items()
 
     def entries(self) -> Iterable[Entry]:
         """All objects."""
@@ -332,6 +398,7 @@ class ResidentObjects:
         self._pool.move(slot, SlotState.COMMITTED)
         order = self.order(slot.segment.kind)
         order.admit(entry)
+        self.accounts.add(entry.tenant, entry.slot_bytes)
         self._context.record(entry)
         if entry.unverified is None:
             entry.generation = self._context.generations.complete(slot.offset)
@@ -345,6 +412,8 @@ class ResidentObjects:
         self._context.erase(slot.offset)
         # Readers that engines did not tell of notice it by this.
         self._context.generations.reopen(slot.offset)
+        if not entry.evicting:
+            self._remove_bytes(entry)
         del self._entries[entry.namespace, entry.key]
         slot.entry = None
         self._orders[slot.segment.kind.slot_bytes].forget(entry)
@@ -362,34 +431,51 @@ class ResidentObjects:
         """Keeps the object in its slot until ``unpin``."""
         entry.pins += 1
         if entry.pins == 1:
-            size = entry.slot.segment.kind.slot_bytes
+            size = entry.slot_bytes
             self.pinned_bytes += size
-            self._orders[size].park(entry)
+            if not entry.pinned_until:
+                self._orders[size].park(entry)
 
     def unpin(self, entry: Entry) -> None:
         """Reverts one ``pin``."""
         entry.pins -= 1
         if entry.pins == 0:
-            size = entry.slot.segment.kind.slot_bytes
+            size = entry.slot_bytes
             self.pinned_bytes -= size
-            self._orders[size].offer(entry)
+            if not entry.pinned_until:
+                self._orders[size].offer(entry)
+
+    def keep(self, entry: Entry, kept: bool) -> None:
+        """The object is not evicted, or may be again, at the wish of a request
+        (``pinned_until``)."""
+        if entry.pins == 0:
+            order = self._orders[entry.slot_bytes]
+            if kept:
+                order.park(entry)
+            else:
+                order.offer(entry)
+
+    def retain(self, entry: Entry, retained: bool) -> None:
+        """The object is evicted after all others, or no longer is."""
+        self._orders[entry.slot_bytes].retain(entry, retained)
 
     def hit(self, entry: Entry) -> None:
         """Notes a use of the object."""
         entry.uses += 1
-        self._orders[entry.slot.segment.kind.slot_bytes].hit(entry)
+        self._orders[entry.slot_bytes].hit(entry)
 
     def learn_previous(self, entry: Entry, previous: bytes) -> None:
         """It has become known which key precedes the object's in its prefix."""
         if not entry.previous and previous:
             entry.previous = previous
-            self._orders[entry.slot.segment.kind.slot_bytes].follow(entry)
+            self._orders[entry.slot_bytes].follow(entry)
 
     def begin_eviction(self, entry: Entry, token: int) -> None:
         """Excludes an object that is not pinned from further evictions: the notice ``token`` names
         it."""
+        self._remove_bytes(entry)
         entry.evicting = token
-        self._orders[entry.slot.segment.kind.slot_bytes].leave(entry)
+        self._orders[entry.slot_bytes].leave(entry)
         self._pool.move(entry.slot, SlotState.EVICTING)
 
     def cancel_eviction(self, entry: Entry) -> None:
@@ -397,12 +483,21 @@ class ResidentObjects:
         dropped it."""
         self._context.count("evictions_cancelled")
         entry.evicting = 0
-        self._orders[entry.slot.segment.kind.slot_bytes].offer(entry)
+        self.accounts.add(entry.tenant, entry.slot_bytes)
+        order = self._orders[entry.slot_bytes]
+        order.offer(entry)
+        if entry.retained_until:
+            order.retain(entry, True)
         self._pool.move(entry.slot, SlotState.COMMITTED)
         if self._index.is_open(entry.namespace):
             self._context.emit(
                 PresenceChanged(entry.namespace, entry.key, entry.bit, True, entry.location)
             )
+
+    def _remove_bytes(self, entry: Entry) -> None:
+        self.accounts.remove(entry.tenant, entry.slot_bytes)
+        if self._on_removed is not None:
+            self._on_removed(entry)
 
     def order(self, kind: SlotClass) -> EvictionOrder[Entry]:
         """The eviction order of one slot class."""

@@ -18,7 +18,7 @@ from kvtier.store.executor import IoCall
 from kvtier.store.selection import LoadDeadline
 from kvtier.store.state import Entry, ObjectGeometry, Slot, SlotRequest
 from kvtier.store.tier_group import SecondaryTier
-from kvtier.store.types import EngineInfo
+from kvtier.store.types import NO_OWNER, EngineInfo
 
 MAX_PARALLEL = 1 << 30
 """Concurrent reads of a promotion without a plan: unlimited here, because the tier's threads are
@@ -47,7 +47,8 @@ class KeyWaiter(Protocol):
 
 class Reservation:
     """One open reservation. ``acknowledged``: ranks that have delivered or aborted. A reservation
-    that is ``cancelled`` is not committed. ``previous``: key of the chunk before it, or empty."""
+    that is ``cancelled`` is not committed. ``previous``: key of the chunk before it, or empty.
+    ``tenant``: the account that its bytes belong to until then."""
 
     __slots__ = (
         "acknowledged",
@@ -56,9 +57,11 @@ class Reservation:
         "key",
         "namespace",
         "number",
+        "owner",
         "persistent",
         "previous",
         "slot",
+        "tenant",
     )
 
     def __init__(
@@ -71,6 +74,8 @@ class Reservation:
         self.key = key
         self.previous = b""
         self.slot = slot
+        self.owner = NO_OWNER
+        self.tenant = b""
         self.cancelled = False
         self.acknowledged: set[int] = set()
 
@@ -98,8 +103,8 @@ class Promotion:
     __slots__ = (
         "announced", "arrived", "batches", "copy_seconds", "deadline", "end_tokens", "ended",
         "engine", "entries", "groups", "keys", "limit", "load", "looked_up", "not_started",
-        "number", "on_end", "parallel", "reads", "sources", "started_at", "tiers", "timer",
-        "verifying",
+        "number", "on_end", "owner", "parallel", "reads", "sources", "started_at", "tiers",
+        "timer", "verifying",
     )  # fmt: skip
 
     def __init__(
@@ -107,6 +112,7 @@ class Promotion:
     ) -> None:
         self.engine = engine
         self.number = number
+        self.owner = NO_OWNER
         self.keys = keys
         self.groups: Sequence[int] = ()
         self.entries = entries
@@ -157,11 +163,14 @@ class Read:
     * ``late``: the read has been charged to the tier as hung.
     * ``previous``: key of the chunk before it in its prefix, or empty.
     * ``failed_bits``: bits of the tiers that failed to provide the key.
+    * ``owner``: of the request that it was started for. ``tenant``: the account that its slot
+      belongs to.
     """
 
     __slots__ = (
         "batch", "call", "created_at", "due_at", "failed_bits", "geometry", "key", "late",
-        "namespace", "previous", "request", "secondary", "slot", "timer", "waiters",
+        "namespace", "owner", "previous", "request", "secondary", "slot", "tenant", "timer",
+        "waiters",
     )  # fmt: skip
 
     def __init__(
@@ -178,6 +187,8 @@ class Read:
         self.secondary = secondary
         self.created_at = now
         self.previous = b""
+        self.owner = NO_OWNER
+        self.tenant = b""
         self.batch: Batch | None = None
         self.due_at: float | None = None
         self.request: SlotRequest | None = None

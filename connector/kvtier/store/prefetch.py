@@ -22,6 +22,7 @@ from kvtier.store.operations import EngineState, Read
 from kvtier.store.promotion import ObjectSources
 from kvtier.store.state import Entry
 from kvtier.store.tier_group import SecondaryTier
+from kvtier.store.types import NO_OWNER, Owner
 
 MAX_PREFETCHES = 64
 """Of all engines together."""
@@ -36,6 +37,7 @@ class OpenPrefetch:
     engine: EngineState
     namespace: str
     keys: list[tuple[int, bytes]]
+    owner: Owner = NO_OWNER
     position: int = 0
     bytes: int = 0
     reads: dict[int, tuple[Read, int]] = field(default_factory=dict)
@@ -82,7 +84,13 @@ class Prefetches:
     def __len__(self) -> int:
         return len(self._open)
 
-    def begin(self, engine: EngineState, number: int, keys: Sequence[tuple[int, bytes]]) -> None:
+    def begin(
+        self,
+        engine: EngineState,
+        number: int,
+        keys: Sequence[tuple[int, bytes]],
+        owner: Owner = NO_OWNER,
+    ) -> None:
         """Starts to bring the longest prefix of ``keys`` that the tiers hold into RAM."""
         if (engine.name, number) in self._open or number in engine.promotions:
             self._context.violation("prefetch_twice")
@@ -98,7 +106,7 @@ class Prefetches:
                 break
             named.append((group, key))
         self._context.count("prefetches")
-        self._open[engine.name, number] = OpenPrefetch(engine, engine.namespace, named)
+        self._open[engine.name, number] = OpenPrefetch(engine, engine.namespace, named, owner)
         self.run()
 
     def end(self, engine: EngineState, number: int) -> bool:
@@ -164,7 +172,7 @@ class Prefetches:
         prefetch.bytes += size
         self.bytes += size
         self._reading[secondary.index] += 1
-        read = self._reads.start(namespace, key, geometry, secondary)
+        read = self._reads.start(namespace, key, geometry, secondary, owner=prefetch.owner)
         if position and prefetch.keys[position - 1][0] == group:
             read.previous = prefetch.keys[position - 1][1]
         prefetch.reads[position] = (read, secondary.index)
@@ -176,6 +184,9 @@ class Prefetches:
         if secondary.late_reads or self.bytes + size > self._max_bytes:
             return False
         if self._reading[secondary.index] >= max(1, secondary.read_threads // 2):
+            return False
+        tenant = self._resident.accounts.account_of(prefetch.owner.tenant)
+        if self._allocator.tenant_room(tenant) < size:
             return False
         kind = prefetch.engine.geometries[prefetch.keys[prefetch.position][0]].kind
         return self._allocator.spare(kind) > 0

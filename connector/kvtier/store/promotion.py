@@ -18,6 +18,7 @@ from functools import partial
 from kvtier.store.allocator import SlotAllocator
 from kvtier.store.context import StoreContext
 from kvtier.store.cost_model import PrefixCost
+from kvtier.store.lifetimes import Lifetimes
 from kvtier.store.lookups import TierLookups
 from kvtier.store.memory_tier import ResidentObjects
 from kvtier.store.operations import EngineState, Promotion
@@ -33,7 +34,14 @@ from kvtier.store.selection import (
 from kvtier.store.state import Entry
 from kvtier.store.tier_group import TierGroup
 from kvtier.store.tier_reads import TierReads
-from kvtier.store.types import PromotionArriving, PromotionEnded, PromotionOutcome
+from kvtier.store.types import (
+    NO_OPTIONS,
+    Owner,
+    PromotionArriving,
+    PromotionEnded,
+    PromotionOptions,
+    PromotionOutcome,
+)
 
 LEASE_SECONDS = 60.0
 ANNOUNCED_PARTS = 16
@@ -107,6 +115,7 @@ class ObjectSources:
     recovered: RecoveredObjects
     tiers: SecondaryTiers
     reads: TierReads
+    lifetimes: Lifetimes
 
 
 class Promotions:
@@ -136,10 +145,10 @@ class Promotions:
         keys: Sequence[tuple[int, bytes]],
         budget_seconds: float,
         cost: PrefixCost | None = None,
-        look_up: bool = False,
+        options: PromotionOptions = NO_OPTIONS,
     ) -> None:
-        """Starts a promotion, which may end before this returns. ``look_up``: keys that no index
-        has are looked up in the tiers first, for a part of the time."""
+        """Starts a promotion, which may end before this returns. With ``look_up``, keys that no
+        index has are looked up in the tiers first, for a part of the time."""
         context = self._context
         if number in engine.promotions:
             context.violation("promotion_twice")
@@ -149,9 +158,9 @@ class Promotions:
             cost = None
         budget = min(budget_seconds, MAX_BUDGET_SECONDS) if budget_seconds > 0 else 0.0
         context.count("promotions")
-        if look_up and self._look_up(engine, number, keys, budget, cost):
+        if options.look_up and self._look_up(engine, number, keys, budget, cost, options.owner):
             return
-        self._start(engine, number, keys, budget, cost)
+        self._start(engine, number, keys, budget, cost, options.owner)
 
     def _look_up(
         self,
@@ -160,6 +169,7 @@ class Promotions:
         keys: Sequence[tuple[int, bytes]],
         budget: float,
         cost: PrefixCost | None,
+        owner: Owner,
     ) -> bool:
         """Looks up the keys after those that can be provided. False if no tier is to be asked."""
         known = self._known_keys(engine, keys)
@@ -186,7 +196,7 @@ class Promotions:
             if cost is not None:
                 waited = cost.waited_seconds + took
                 left = replace(cost, ends=cost.ends[:found], waited_seconds=waited)
-            self._start(engine, number, keys[:found], max(budget - took, 0.0), left)
+            self._start(engine, number, keys[:found], max(budget - took, 0.0), left, owner)
 
         engine.promotions[number] = promotion
         may_ask = engine.persistent and not self._context.fenced and None not in names
@@ -210,8 +220,9 @@ class Promotions:
         keys: Sequence[tuple[int, bytes]],
         budget: float,
         cost: PrefixCost | None,
+        owner: Owner,
     ) -> None:
-        promotion = self._plan(engine, number, keys, budget, cost)
+        promotion = self._plan(engine, number, keys, budget, cost, owner)
         promotion.keys += [b""] * (len(keys) - len(promotion.keys))
         engine.promotions[number] = promotion
         self._verify(promotion)
@@ -228,13 +239,14 @@ class Promotions:
         keys: Sequence[tuple[int, bytes]],
         budget_seconds: float,
         cost: PrefixCost | None,
+        owner: Owner,
     ) -> Promotion:
         """Finds the longest prefix that can be provided, pins its keys in RAM, and cuts it to what
         is worth loading."""
         if len(engine.promotions) >= MAX_PROMOTIONS:
             keys = ()
             self._context.count("promotions_cut", "", "too_many_promotions")
-        prefix = self._find_prefix(engine, keys, budget_seconds > 0)
+        prefix = self._find_prefix(engine, keys, budget_seconds > 0, owner)
         waited = cost.waited_seconds if cost is not None else 0.0
         decision, deadline = self._planner.decide(
             PrefixSources(prefix.sources, prefix.sizes, prefix.unverified),
@@ -253,6 +265,7 @@ class Promotions:
             prefix.cut(length)
         promotion = Promotion(engine, number, prefix.keys, prefix.entries)
         promotion.groups, promotion.sources = prefix.groups, prefix.sources
+        promotion.owner = owner
         for position, source in enumerate(prefix.sources):
             if source:
                 promotion.not_started.setdefault(source, deque()).append(position)
@@ -266,18 +279,27 @@ class Promotions:
         return promotion
 
     def _find_prefix(
-        self, engine: EngineState, keys: Sequence[tuple[int, bytes]], may_wait: bool
+        self,
+        engine: EngineState,
+        keys: Sequence[tuple[int, bytes]],
+        may_wait: bool,
+        owner: Owner,
     ) -> _PromotionPrefix:
         """The longest prefix of ``keys`` that can be provided; its keys in RAM are pinned."""
         resident, namespace = self._resident, engine.namespace
         prefix = _PromotionPrefix()
         room: dict[int, int] = {}
+        tenant = resident.accounts.account_of(owner.tenant)
+        to_read = 0
         for group, block_hash in keys:
             key = engine.key(group, block_hash)
             if key is None:
                 self._context.violation("unknown_group")
                 break
             entry = resident.get(namespace, key)
+            if entry is not None and resident.is_expired(entry):
+                self._context.count("promotions_cut", "", "expired")
+                break
             if entry is not None and (entry.unverified is None or may_wait):
                 if entry.evicting:
                     resident.cancel_eviction(entry)
@@ -298,6 +320,11 @@ class Promotions:
                 break
             # A key that is already being read adds nothing to read.
             reading = self._reads.get(namespace, key) is not None
+            if tenant and not reading:
+                to_read += engine.geometries[group].kind.slot_bytes
+                if self._allocator.tenant_room(tenant) < to_read:
+                    self._context.count("promotions_cut", "", "tenant_quota")
+                    break
             prefix.add(group, key, source, 0 if reading else engine.info.slot_bytes[group], None)
         return prefix
 
@@ -409,7 +436,9 @@ class Promotions:
                 batch = secondary.model.begin(self._context.clock(), promotion.parallel)
                 promotion.batches[secondary] = batch
             geometry = engine.geometries[promotion.groups[position]]
-            read = self._reads.start(engine.namespace, key, geometry, secondary, batch)
+            read = self._reads.start(
+                engine.namespace, key, geometry, secondary, batch, promotion.owner
+            )
             if position and promotion.groups[position - 1] == promotion.groups[position]:
                 read.previous = promotion.keys[position - 1]
         elif not self._reads.can_join(read, self._context.clock()):

@@ -19,9 +19,9 @@ from functools import partial
 
 from kvtier.store.context import StoreContext
 from kvtier.store.executor import IoCall
+from kvtier.store.lifetimes import Lifetimes
 from kvtier.store.memory_tier import ResidentObjects
 from kvtier.store.operations import KeyWaiter
-from kvtier.store.presence import PresenceIndex
 from kvtier.store.slot_pool import SlotPool
 from kvtier.store.slot_table import (
     ReadLog,
@@ -122,13 +122,13 @@ class RecoveredObjects:
         context: StoreContext,
         pool: SlotPool,
         resident: ResidentObjects,
-        index: PresenceIndex,
+        lifetimes: Lifetimes,
         writes: WriteThrough,
     ) -> None:
         self._context = context
         self._pool = pool
         self._resident = resident
-        self._index = index
+        self._lifetimes = lifetimes
         self._writes = writes
         self._remaining: list[SlotRecord] = []
         self._marked: dict[tuple[str, bytes], bytes] = {}
@@ -166,8 +166,11 @@ class RecoveredObjects:
                 continue
             entry = Entry(record.namespace, record.key, slot, (), True)
             entry.unverified = record
+            entry.tenant = self._resident.accounts.account_of(record.tenant)
+            entry.expires_at = record.expires_at
             entry.previous = self._marked.get((record.namespace, record.previous), b"")
             self._resident.commit(entry)
+            self._lifetimes.restored(entry)
             self._context.count("objects_recovered")
         if not self._remaining:
             self._marked.clear()

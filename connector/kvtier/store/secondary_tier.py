@@ -17,6 +17,7 @@ from kvtier.errors import (
     TierKeyMissingError,
     TierMissError,
     TierNoSpaceError,
+    TierQuotaError,
 )
 from kvtier.store.context import StoreContext
 from kvtier.store.executor import IoCall
@@ -152,7 +153,7 @@ class SecondaryTiers:
             if settings is None:
                 self._context.count("settings_missing", group.name)
             else:
-                group.configure(settings)
+                group.configure(settings, live.tenants.max_percent)
 
     def group_of(self, secondary: SecondaryTier) -> TierGroup:
         """The tier that this is, or is a volume of."""
@@ -188,7 +189,7 @@ class SecondaryTiers:
         self._reason(secondary, error)
         if isinstance(error, TierMissError | TierCorruptError):
             secondary.negative.add(namespace, key, now)
-        if isinstance(error, TierNoSpaceError):
+        if isinstance(error, TierNoSpaceError) and not isinstance(error, TierQuotaError):
             secondary.full_until = now + FULL_SECONDS
         self._note_failure(secondary, error)
 

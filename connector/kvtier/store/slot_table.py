@@ -29,19 +29,19 @@ from typing import Protocol
 from kvtier.hashing import blake3_digest
 from kvtier.tiers.base import ALIGNMENT_BYTES, ObjectMeta
 
-FORMAT = 1
+FORMAT = 2
 HEADER_BYTES = 4096
 DIGEST_BYTES = 16
-RECORD_BYTES = 160
+RECORD_BYTES = 176
 MIN_TABLE_BYTES = 256 << 10
 MAX_TABLE_BYTES = 64 << 20
-"""400,000 records: 64 GiB in objects of 160 KiB. A chunk of 256 tokens has a hundred times that
+"""380,000 records: 64 GiB in objects of 176 KiB. A chunk of 256 tokens has a hundred times that
 size."""
 TABLE_SHARE = 1024
 """A table has at most a thousandth of the pool's bytes, within the two limits above."""
 _MAGIC = b"KVTSLOTS"
 _PREFIX = struct.Struct("<8sI")
-_RECORD = struct.Struct("<4sBBBxQQIIQ16s16s64s8s")
+_RECORD = struct.Struct("<4sBBBBQQIIQ16s16s64s8s8sQ")
 _PREVIOUS_BYTES = 8
 """What a record keeps of the key of the object before its own: enough to find it among the others.
 """
@@ -96,6 +96,7 @@ class SlotRecord:
     """One object with checksums. ``segment_start`` and ``segment_slots``: the segment of its slot.
     ``digest``: ``object_digest``. ``sequence`` increases with every record. ``previous``:
     ``key_mark`` of the object before it in its prefix; empty if there is none or it is not known.
+    ``tenant``: empty if it belongs to no tenant. ``expires_at``: seconds since the epoch, 0: never.
     """
 
     namespace: str
@@ -109,6 +110,8 @@ class SlotRecord:
     digest: bytes
     sequence: int = 0
     previous: bytes = b""
+    tenant: bytes = b""
+    expires_at: int = 0
 
     @property
     def location(self) -> SlotLocation:
@@ -142,6 +145,7 @@ def encode_record(record: SlotRecord, word: bytes) -> bytes:
         _KINDS.index(record.checksum_kind),
         len(record.key),
         record.shards,
+        len(record.tenant),
         record.offset,
         record.segment_start,
         record.segment_slots,
@@ -151,6 +155,8 @@ def encode_record(record: SlotRecord, word: bytes) -> bytes:
         record.digest,
         record.key,
         record.previous,
+        record.tenant,
+        record.expires_at,
     ).ljust(_DIGEST_AT, b"\0")
     return body + blake3_digest(word + body, DIGEST_BYTES)
 
@@ -161,9 +167,9 @@ def decode_record(data: bytes, word: bytes) -> SlotRecord | None:
     if len(data) != RECORD_BYTES or blake3_digest(word + body, DIGEST_BYTES) != data[_DIGEST_AT:]:
         return None
     fields = _RECORD.unpack_from(body)
-    _, kind, key_bytes, shards, offset, start, slots, pages, sequence = fields[:9]
-    namespace, digest, key, previous = fields[9:]
-    if kind >= len(_KINDS) or key_bytes > _MAX_KEY_BYTES:
+    _, kind, key_bytes, shards, tenant_bytes, offset, start, slots, pages, sequence = fields[:10]
+    namespace, digest, key, previous, tenant, expires_at = fields[10:]
+    if kind >= len(_KINDS) or key_bytes > _MAX_KEY_BYTES or tenant_bytes > len(tenant):
         return None
     return SlotRecord(
         namespace.hex(),
@@ -177,6 +183,8 @@ def decode_record(data: bytes, word: bytes) -> SlotRecord | None:
         digest,
         sequence,
         previous if any(previous) else b"",
+        tenant[:tenant_bytes],
+        expires_at,
     )
 
 

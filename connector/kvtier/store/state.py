@@ -117,23 +117,34 @@ class Entry:
     * ``busy``: bits of the secondary tiers that the object is being written to; bit 0 while its
       checksum is computed.
     * ``generation``: the slot's generation word; 0 while the object is unverified.
+    * ``tenant``: account that its bytes belong to; empty if to no tenant.
+    * ``tiers``: bits of the only secondary tiers that it is written to; 0: all.
+    * ``expires_at``: when it must no longer be used, in seconds of the wall clock; 0: never.
+    * ``retained_until``, ``pinned_until``: when these wishes end, in seconds of the store's clock;
+      0: there is none. ``due_at``: when ``lifetimes`` looks at the object next; 0: it does not.
     * ``unverified``: record of a recovered object whose bytes have not been verified. Nothing but
       the verification may read such an object.
     """
 
     __slots__ = (
         "busy",
+        "due_at",
         "evicting",
+        "expires_at",
         "generation",
         "key",
         "meta",
         "namespace",
         "persistent",
+        "pinned_until",
         "pins",
         "previous",
         "ref",
+        "retained_until",
         "shard_bytes",
         "slot",
+        "tenant",
+        "tiers",
         "unverified",
         "uses",
     )
@@ -155,7 +166,18 @@ class Entry:
         self.uses = 1
         self.busy = 0
         self.generation = 0
+        self.tenant = b""
+        self.tiers = 0
+        self.expires_at = 0
+        self.retained_until = 0.0
+        self.pinned_until = 0.0
+        self.due_at = 0.0
         self.unverified: SlotRecord | None = None
+
+    @property
+    def slot_bytes(self) -> int:
+        """Size of its slot."""
+        return self.slot.segment.kind.slot_bytes
 
     @property
     def bit(self) -> int:

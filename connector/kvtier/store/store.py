@@ -27,6 +27,7 @@ from kvtier.store.allocator import SlotAllocator
 from kvtier.store.context import StoreContext, StoreRuntime
 from kvtier.store.cost_model import PrefixCost
 from kvtier.store.engines import EngineRegistry
+from kvtier.store.lifetimes import Lifetimes
 from kvtier.store.lookups import LOOKUP_THREADS, TierLookups
 from kvtier.store.memory_tier import ArcPolicy, LruPolicy, ResidentObjects
 from kvtier.store.prefetch import Prefetches
@@ -37,11 +38,23 @@ from kvtier.store.secondary_tier import SecondaryTiers
 from kvtier.store.selection import LoadPlanner
 from kvtier.store.slot_pool import SlotPool
 from kvtier.store.state import Entry
-from kvtier.store.tier_group import StoreTierState
+from kvtier.store.tier_group import StoreTierState, TenantReport
 from kvtier.store.tier_reads import TierReads
 from kvtier.store.transfers import Reservations, StoreLoads
-from kvtier.store.types import MEMORY_BIT, RAM_BITS, Accounts, ChunkId, EngineInfo, StoreEvent
+from kvtier.store.types import (
+    MEMORY_BIT,
+    NO_OPTIONS,
+    NO_OWNER,
+    RAM_BITS,
+    Accounts,
+    ChunkId,
+    EngineInfo,
+    Owner,
+    PromotionOptions,
+    StoreEvent,
+)
 from kvtier.store.write_through import HASH_LANE, Checksummer, WriteThrough
+from kvtier.tenants import share_bytes
 from kvtier.tiers.base import Tier
 
 
@@ -62,6 +75,10 @@ def executor_lanes(topology: Topology) -> dict[str, int]:
 
 def _identify(entry: Entry) -> tuple[str, bytes]:
     return entry.namespace, entry.key
+
+
+def _tenant(entry: Entry) -> bytes:
+    return entry.tenant
 
 
 def _previous(entry: Entry) -> tuple[str, bytes] | None:
@@ -100,26 +117,35 @@ class TierStore:
         index = self._index = PresenceIndex(context, tiers)
         policy: type[LruPolicy[Entry, tuple[str, bytes]]] = ArcPolicy if arc else LruPolicy
         resident = self._resident = ResidentObjects(
-            context, pool, index, lambda: policy(_identify, _previous, index.in_secondary_tier)
+            context,
+            pool,
+            index,
+            lambda: policy(_identify, _previous, index.in_secondary_tier, _tenant),
         )
+        lifetimes = self._lifetimes = Lifetimes(context, resident, pool_bytes)
         self._tiers = SecondaryTiers(context, index, tiers, lanes, live)
         self._engines = EngineRegistry(context, pool, resident)
         self._allocator = SlotAllocator(context, pool, resident, index, self._engines)
-        reads = TierReads(context, pool, resident, self._tiers, self._allocator, recovery.read_log)
+        lifetimes.on_expired(self._allocator.expire)
+        reads = TierReads(
+            context, pool, resident, self._tiers, self._allocator, lifetimes, recovery.read_log
+        )
         self._writes = WriteThrough(context, resident, self._tiers, write_bytes)
         self._checksummer = Checksummer(context, resident, self._writes, checksum_bytes)
         self._slot_table = recovery.slot_table
         self._orphans = OrphanedReads(context, pool, recovery.orphaned_reads)
-        self._recovered = RecoveredObjects(context, pool, resident, index, self._writes)
+        self._recovered = RecoveredObjects(context, pool, resident, lifetimes, self._writes)
         self._planner = LoadPlanner(context, self._tiers, self._memory_name, live)
-        sources = ObjectSources(resident, self._recovered, self._tiers, reads)
+        sources = ObjectSources(resident, self._recovered, self._tiers, reads, lifetimes)
         lookups = TierLookups(context, index, self._tiers)
         self._promotions = Promotions(context, sources, self._allocator, self._planner, lookups)
         self._prefetches = Prefetches(context, sources, self._allocator, pool_bytes)
-        self._loads = StoreLoads(
-            context, resident, index, self._tiers, self._promotions, self._checksummer
+        self._loads = StoreLoads(context, index, sources, self._promotions, self._checksummer)
+        self._reservations = Reservations(
+            context, pool, index, sources, self._checksummer, self._allocator
         )
-        self._reservations = Reservations(context, pool, index, sources, self._checksummer)
+        self._pool_bytes = pool_bytes
+        self._configure_tenants(live)
         if not recovery.fenced:
             self.unfence()
 
@@ -200,7 +226,13 @@ class TierStore:
         """Applies live settings."""
         self._planner.configure(live)
         self._tiers.configure(live)
+        self._configure_tenants(live)
         self._writes.configured()
+
+    def _configure_tenants(self, live: Live) -> None:
+        share = share_bytes(self._pool_bytes, live.tenants.max_percent)
+        self._resident.accounts.set_limit(share)
+        self._lifetimes.configure(live.hints.max_pinned_percent)
 
     def check_suspended(self, cause: str) -> None:
         """The cause for which tiers were suspended is gone: they are checked at once."""
@@ -208,11 +240,19 @@ class TierStore:
 
     # Stores.
 
-    def reserve(self, engine: str, reservation: int, chunk: ChunkId, slot: int) -> None:
-        """Reserves ``slot``, which is granted to the engine, for one chunk."""
+    def reserve(
+        self,
+        engine: str,
+        reservation: int,
+        chunk: ChunkId,
+        slot: int,
+        owner: Owner = NO_OWNER,
+    ) -> None:
+        """Reserves ``slot``, which is granted to the engine, for one chunk of a request of
+        ``owner``."""
         state = self._engines.get(engine)
         if state is not None:
-            self._reservations.reserve(state, reservation, chunk, slot)
+            self._reservations.reserve(state, reservation, chunk, slot, owner)
 
     def deliver(self, engine: str, rank: int, reservation: int) -> None:
         """A rank's shard is in the slot. May precede the reservation itself."""
@@ -235,25 +275,30 @@ class TierStore:
         keys: Sequence[tuple[int, bytes]],
         budget_seconds: float,
         cost: PrefixCost | None = None,
-        look_up: bool = False,
+        options: PromotionOptions = NO_OPTIONS,
     ) -> None:
         """Brings the usable prefix of ``keys`` that is worth it into pinned slots. Answered by one
         ``PromotionEnded``.
 
         ``budget_seconds``: the longest wait. ``cost``: needed by selection ``Cost``, which takes
-        the longest prefix without it. ``look_up``: keys that no index has are looked up in tiers
-        that other processes write to.
+        the longest prefix without it.
         """
         state = self._engines.get(engine)
         if state is not None:
-            self._promotions.begin(state, promotion, keys, budget_seconds, cost, look_up)
+            self._promotions.begin(state, promotion, keys, budget_seconds, cost, options)
 
-    def prefetch(self, engine: str, prefetch: int, keys: Sequence[tuple[int, bytes]]) -> None:
+    def prefetch(
+        self,
+        engine: str,
+        prefetch: int,
+        keys: Sequence[tuple[int, bytes]],
+        owner: Owner = NO_OWNER,
+    ) -> None:
         """A request with these keys waits in the engine's queue: brings its prefix into RAM, as far
         as that costs nothing else, until ``cancel``. Numbers are those of promotions. No answer."""
         state = self._engines.get(engine)
         if state is not None:
-            self._prefetches.begin(state, prefetch, keys)
+            self._prefetches.begin(state, prefetch, keys, owner)
 
     def cancel(self, engine: str, promotion: int) -> None:
         """Cancels a promotion, or releases what it has brought; or ends a prefetch."""
@@ -269,7 +314,12 @@ class TierStore:
             self._promotions.release(found)
 
     def load(
-        self, engine: str, load: int, promotion: int, keys: Sequence[tuple[int, bytes]]
+        self,
+        engine: str,
+        load: int,
+        promotion: int,
+        keys: Sequence[tuple[int, bytes]],
+        owner: Owner = NO_OWNER,
     ) -> int:
         """The engine loads ``keys``: pins the prefix of them that is in RAM until ``release_load``.
         Returns its length.
@@ -278,7 +328,14 @@ class TierStore:
         pins save loads that would fail.
         """
         state = self._engines.get(engine)
-        return 0 if state is None else self._loads.begin(state, load, promotion, keys)
+        return 0 if state is None else self._loads.begin(state, load, promotion, keys, owner)
+
+    def keep(self, engine: str, keys: Sequence[tuple[int, bytes]], owner: Owner) -> None:
+        """A request of ``owner`` uses ``keys``, which it need not load: they are retained or pinned
+        as it asks, as far as they are in RAM."""
+        state = self._engines.get(engine)
+        if state is not None:
+            self._loads.keep(state, keys, owner)
 
     def release_load(self, engine: str, load: int) -> None:
         """Every rank of the engine has ended this load."""
@@ -342,7 +399,8 @@ class TierStore:
     def next_wake(self) -> float | None:
         """When ``pump`` has something to do apart from I/O, in seconds of the store's clock; None:
         never."""
-        if self._index.busy or self._recovered.restoring or self._writes.busy:
+        allocating = self._allocator.busy and not self._context.fenced
+        if self._index.busy or self._recovered.restoring or self._writes.busy or allocating:
             return self._context.clock()
         return self._context.timers.next_due()
 
@@ -358,8 +416,17 @@ class TierStore:
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes of objects that are pinned."""
+        """Bytes of objects that something uses."""
         return self._resident.pinned_bytes
+
+    @property
+    def pinned_by_requests(self) -> int:
+        """Bytes of objects that requests have pinned."""
+        return self._lifetimes.pinned_bytes
+
+    def tenants(self) -> dict[bytes, int]:
+        """Bytes in RAM of each tenant that has some."""
+        return dict(self._resident.accounts.held)
 
     @property
     def objects(self) -> int:
@@ -381,5 +448,6 @@ class TierStore:
             capacity_bytes=accounts.pool_bytes,
             objects=len(self._resident),
             pending_store_bytes=self._checksummer.pending_bytes,
+            tenants=TenantReport.of(self.tenants(), self._resident.accounts.limit_bytes),
         )
         return [memory] + [group.report() for group in self._tiers.groups]

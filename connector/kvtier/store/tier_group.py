@@ -8,8 +8,9 @@ others serve. Only the store's thread uses this module.
 
 from __future__ import annotations
 
+import heapq
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvtier.config.models import LiveTier
@@ -17,6 +18,7 @@ from kvtier.store.context import Timer
 from kvtier.store.cost_model import TierEstimate, TierModel
 from kvtier.store.tier_health import NegativeCache, TierBreaker
 from kvtier.store.types import MEMORY_BIT
+from kvtier.tenants import UNLIMITED, share_bytes
 from kvtier.tiers.base import ObjectRef, Tier, TierLimits
 from kvtier.tiers.volume_set import VolumeSet
 
@@ -28,11 +30,13 @@ AVERAGE_WEIGHT = 0.2
 """
 OPEN_SECONDS = 60.0
 """A volume that is not open after this time gets no new objects until it is."""
+REPORTED_TENANTS = 16
+"""Of each tier."""
 FULL_SECONDS = 30.0
 """A volume without room gets no new objects for this long: others of the tier may have room."""
 
 
-def limits_of(live: LiveTier, volume: str = "") -> TierLimits:
+def limits_of(live: LiveTier, volume: str = "", tenant_percent: int = 100) -> TierLimits:
     """The live values that a tier applies itself, or one volume of it."""
     capacity = live.volume_capacity_bytes.get(volume, live.capacity_bytes)
     return TierLimits(
@@ -44,7 +48,30 @@ def limits_of(live: LiveTier, volume: str = "") -> TierLimits:
         load_timeout_seconds=live.load_timeout_seconds,
         min_free_bytes=live.min_free_bytes,
         min_free_percent=live.min_free_percent,
+        tenant_percent=tenant_percent,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class TenantReport:
+    """Tenants of one tier. ``count``: how many hold something. ``share_bytes``: what one may hold;
+    0 without a limit. ``largest``: digest and bytes of those that hold the most."""
+
+    count: int = 0
+    share_bytes: int = 0
+    largest: tuple[tuple[str, int], ...] = ()
+
+    @classmethod
+    def of(cls, held: Mapping[bytes, int], share_bytes: int) -> TenantReport:
+        """The report of what each tenant holds."""
+        largest = heapq.nlargest(
+            REPORTED_TENANTS, held.items(), key=lambda each: (each[1], each[0])
+        )
+        return cls(
+            len(held),
+            0 if share_bytes == UNLIMITED else share_bytes,
+            tuple((tenant.hex(), size) for tenant, size in largest),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +94,7 @@ class StoreTierState:
     volume_bytes: int = 0
     volume_available_bytes: int = 0
     volumes: tuple[StoreTierState, ...] = ()
+    tenants: TenantReport = TenantReport()
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +152,7 @@ class SecondaryTier:
         self.counted: dict[tuple[str, str], int] = {}
         """The tier's own totals, as counted so far."""
         self.average_read_seconds: float | None = None
+        self.tenant_share_bytes = UNLIMITED
         self.model = TierModel(threads)
         self.last_error = ""
 
@@ -168,6 +197,7 @@ class SecondaryTier:
             self.breaker.since,
             self.late_reads,
             *self.tier.volume(),
+            tenants=TenantReport.of(self.tier.tenants(), self.tenant_share_bytes),
         )
 
 
@@ -191,15 +221,17 @@ class TierGroup:
         """Whether some volume may be used."""
         return any(member.usable for member in self.members)
 
-    def configure(self, settings: LiveTier) -> None:
-        """Applies live settings. A volume that they lack keeps its capacity: the policy may have
-        removed it for new pods."""
+    def configure(self, settings: LiveTier, tenant_percent: int) -> None:
+        """Applies live settings, and the share that one tenant may hold. A volume that they lack
+        keeps its capacity: the policy may have removed it for new pods."""
         for member in self.members:
             member.settings = settings
-            limits = limits_of(settings, member.volume)
+            limits = limits_of(settings, member.volume, tenant_percent)
             if member.volume and member.volume not in settings.volume_capacity_bytes:
                 limits = replace(limits, capacity_bytes=member.tier.usage().capacity_bytes)
             member.tier.configure(limits)
+            if member.tier.capabilities.tenants:
+                member.tenant_share_bytes = share_bytes(limits.capacity_bytes, tenant_percent)
 
     def holder(self, namespace: str, key: bytes, now: float) -> SecondaryTier | None:
         """The usable member that holds a key which the presence index has for this tier."""
@@ -279,4 +311,8 @@ class TierGroup:
             volume_bytes=sum(each.volume_bytes for each in volumes),
             volume_available_bytes=sum(each.volume_available_bytes for each in volumes),
             volumes=volumes,
+            tenants=TenantReport.of(
+                self.tier.tenants(),
+                min(UNLIMITED, sum(member.tenant_share_bytes for member in self.members)),
+            ),
         )

@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from kvtier.errors import TierCorruptError, TierMissError
+from kvtier.errors import TierCorruptError, TierExpiredError, TierMissError
 from kvtier.store.allocator import SlotAllocator
 from kvtier.store.context import StoreContext
 from kvtier.store.cost_model import Batch
 from kvtier.store.executor import IoCall
+from kvtier.store.lifetimes import Lifetimes
 from kvtier.store.memory_tier import ResidentObjects
 from kvtier.store.operations import KeyWaiter, Read
 from kvtier.store.secondary_tier import SecondaryTiers, reason_of
@@ -23,6 +24,7 @@ from kvtier.store.slot_pool import SlotPool
 from kvtier.store.slot_table import ReadLog
 from kvtier.store.state import Entry, ObjectGeometry, Slot, SlotRequest, SlotState
 from kvtier.store.tier_group import SecondaryTier
+from kvtier.store.types import NO_OWNER, Owner
 from kvtier.tiers.base import ObjectMeta, ObjectRef
 
 JOIN_FACTOR = 1.5
@@ -46,6 +48,7 @@ class TierReads:
         resident: ResidentObjects,
         tiers: SecondaryTiers,
         allocator: SlotAllocator,
+        lifetimes: Lifetimes,
         log: ReadLog | None,
     ) -> None:
         self._context = context
@@ -53,6 +56,7 @@ class TierReads:
         self._resident = resident
         self._tiers = tiers
         self._allocator = allocator
+        self._lifetimes = lifetimes
         self._log = log
         self._reads: dict[tuple[str, bytes], Read] = {}
         tiers.on_suspend(self._suspend_tier)
@@ -74,11 +78,15 @@ class TierReads:
         geometry: ObjectGeometry,
         secondary: SecondaryTier,
         batch: Batch | None = None,
+        owner: Owner = NO_OWNER,
     ) -> Read:
         """Starts a read of a key that is neither resident nor being read. ``batch``: reads that are
         requested together."""
         read = Read(namespace, key, geometry, secondary, self._context.clock())
         self._reads[namespace, key] = read
+        read.owner = owner
+        read.tenant = self._resident.accounts.account_of(owner.tenant)
+        self._resident.accounts.add(read.tenant, geometry.kind.slot_bytes)
         slot = self._pool.take(geometry.kind, SlotState.READING)
         if slot is None:
             read.request = SlotRequest(geometry.kind, partial(self._receive_slot, read))
@@ -237,6 +245,8 @@ class TierReads:
         if error is None and (not isinstance(result, ObjectMeta) or result.shard_bytes != shards):
             found = getattr(result, "shard_bytes", None)
             error = TierCorruptError(f"shard sizes {found}: must be {shards}")
+        if isinstance(result, ObjectMeta) and 0 < result.expires_at <= self._context.wall():
+            error = TierExpiredError("the object has expired")
         if read.batch is not None:
             ended_at = call.finished_at if call is not None else None
             now = self._context.clock() if ended_at is None else ended_at
@@ -270,9 +280,13 @@ class TierReads:
         entry = Entry(read.namespace, read.key, slot, read.geometry.shard_bytes, True)
         entry.meta = meta
         entry.previous = read.previous or meta.previous
+        entry.expires_at = meta.expires_at
         read.slot = None
         self._forget(read)
+        tenant = meta.tenant or read.owner.tenant
+        entry.tenant = self._resident.accounts.account_of(tenant)
         self._resident.commit(entry)
+        self._lifetimes.used(entry, read.owner)
         self._hand_over(read, entry, read.secondary.index)
 
     def _suspend_tier(self, secondary: SecondaryTier) -> None:
@@ -322,3 +336,4 @@ class TierReads:
         read.stop_timer()
         read.request = None
         del self._reads[read.namespace, read.key]
+        self._resident.accounts.remove(read.tenant, read.geometry.kind.slot_bytes)

@@ -15,15 +15,14 @@ from collections.abc import Sequence
 from functools import partial
 
 from kvtier.store.admission import SeenKeys
+from kvtier.store.allocator import SlotAllocator
 from kvtier.store.context import StoreContext
-from kvtier.store.memory_tier import ResidentObjects
 from kvtier.store.operations import EngineState, Reservation
 from kvtier.store.presence import PresenceIndex
 from kvtier.store.promotion import ObjectSources, Promotions
-from kvtier.store.secondary_tier import SecondaryTiers
 from kvtier.store.slot_pool import SlotPool
 from kvtier.store.state import Entry, Slot, SlotState
-from kvtier.store.types import ChunkId, LoadExtended
+from kvtier.store.types import NO_OWNER, ChunkId, LoadExtended, Owner
 from kvtier.store.write_through import Checksummer
 
 MAX_EARLY = 4_096
@@ -43,10 +42,14 @@ class Reservations:
         index: PresenceIndex,
         sources: ObjectSources,
         checksummer: Checksummer,
+        allocator: SlotAllocator,
     ) -> None:
         self._context = context
         self._pool = pool
         self._resident = sources.resident
+        self._accounts = sources.resident.accounts
+        self._lifetimes = sources.lifetimes
+        self._allocator = allocator
         self._index = index
         self._recovered = sources.recovered
         self._reads = sources.reads
@@ -55,10 +58,17 @@ class Reservations:
         self._seen = SeenKeys()
         self._early: OrderedDict[tuple[str, int], dict[int, bool]] = OrderedDict()
 
-    def reserve(self, engine: EngineState, number: int, chunk: ChunkId, offset: int) -> None:
+    def reserve(
+        self,
+        engine: EngineState,
+        number: int,
+        chunk: ChunkId,
+        offset: int,
+        owner: Owner = NO_OWNER,
+    ) -> None:
         """Reserves one of the engine's granted slots for a chunk. A chunk that is resident, already
-        being stored, or of no use because the one before it is in no tier is cancelled: the ranks
-        still acknowledge, and the slot is free afterwards."""
+        being stored, of no use because the one before it is in no tier, or for which its tenant has
+        no room is cancelled: the ranks still acknowledge, and the slot is free afterwards."""
         group = chunk.group
         key = engine.key(group, chunk.block_hash)
         if key is None:
@@ -73,7 +83,10 @@ class Reservations:
             return
         reservation = Reservation(number, engine, group, key, slot)
         reservation.previous = engine.previous(group, chunk.previous)
-        reservation.cancelled = self._is_superfluous(engine.namespace, key, reservation.previous)
+        reservation.owner = owner
+        reservation.cancelled = self._is_superfluous(
+            engine.namespace, key, reservation.previous, owner
+        ) or not self._has_tenant_room(reservation)
         engine.reservations[number] = reservation
         self._pool.move(slot, SlotState.RESERVED, engine.name)
         if not reservation.cancelled:
@@ -82,7 +95,24 @@ class Reservations:
             for rank, delivered in self._early.pop((engine.name, number), {}).items():
                 self.acknowledge(engine, rank, number, delivered)
 
-    def _is_superfluous(self, namespace: str, key: bytes, previous: bytes) -> bool:
+    def _has_tenant_room(self, reservation: Reservation) -> bool:
+        """Makes room within the share of the object's tenant."""
+        tenant = self._accounts.account_of(reservation.owner.tenant)
+        if not tenant:
+            return True
+        size = reservation.slot.segment.kind.slot_bytes
+        previous = reservation.namespace, reservation.previous
+        if not self._allocator.make_tenant_room(tenant, size, previous):
+            self._context.count("stores_cancelled", "", "tenant_quota")
+            return False
+        reservation.tenant = tenant
+        self._accounts.add(tenant, size)
+        return True
+
+    def _return_tenant_bytes(self, reservation: Reservation) -> None:
+        self._accounts.remove(reservation.tenant, reservation.slot.segment.kind.slot_bytes)
+
+    def _is_superfluous(self, namespace: str, key: bytes, previous: bytes, owner: Owner) -> bool:
         entry = self._resident.get(namespace, key)
         if entry is not None:
             if entry.evicting:
@@ -93,6 +123,7 @@ class Reservations:
         if entry is not None:
             self._resident.learn_previous(entry, previous)
             self._resident.hit(entry)
+            self._lifetimes.stored_again(entry, owner)
             self._checksummer.persist(entry)
             self._context.count("stores_cancelled", "", "present")
             return True
@@ -148,11 +179,13 @@ class Reservations:
         reservation.cancelled = True
         # The key can be reserved again at once, in another slot.
         del self._open[reservation.namespace, reservation.key]
+        self._return_tenant_bytes(reservation)
         self._context.count("stores_cancelled", "", reason)
 
     def _finish(self, engine: EngineState, reservation: Reservation) -> None:
         if not reservation.cancelled:
             del self._open[reservation.namespace, reservation.key]
+            self._return_tenant_bytes(reservation)
             if self._resident.get(reservation.namespace, reservation.key) is None:
                 self._commit(engine, reservation)
                 return
@@ -165,11 +198,13 @@ class Reservations:
             reservation.namespace, reservation.key, reservation.slot, shards, reservation.persistent
         )
         entry.previous = reservation.previous
+        entry.tenant, entry.tiers = reservation.tenant, reservation.owner.tiers
         if entry.persistent and self._seen.note(entry.namespace, entry.key):
             # It occurs again, after it has left RAM.
             entry.uses = 2
         self._context.count("stores_committed")
         self._resident.commit(entry)
+        self._lifetimes.stored(entry, reservation.owner)
         self._reads.deliver(entry)
         self._checksummer.persist(entry)
 
@@ -198,16 +233,16 @@ class StoreLoads:
     def __init__(
         self,
         context: StoreContext,
-        resident: ResidentObjects,
         index: PresenceIndex,
-        tiers: SecondaryTiers,
+        sources: ObjectSources,
         promotions: Promotions,
         checksummer: Checksummer,
     ) -> None:
         self._context = context
-        self._resident = resident
+        self._resident = sources.resident
+        self._lifetimes = sources.lifetimes
         self._index = index
-        self._tiers = tiers
+        self._tiers = sources.tiers
         self._promotions = promotions
         self._checksummer = checksummer
 
@@ -217,6 +252,7 @@ class StoreLoads:
         number: int,
         promotion_number: int,
         keys: Sequence[tuple[int, bytes]],
+        owner: Owner = NO_OWNER,
     ) -> int:
         """Pins the prefix of ``keys`` that is in RAM; returns its length."""
         context, resident = self._context, self._resident
@@ -240,8 +276,13 @@ class StoreLoads:
             if entry.unverified is not None:
                 context.count("loads_cut", "", "unverified")
                 break
+            if resident.is_expired(entry):
+                context.count("loads_cut", "", "expired")
+                break
             if entry.evicting:
                 resident.cancel_eviction(entry)
+            if owner.keeps:
+                self._lifetimes.used(entry, owner)
             resident.learn_previous(entry, previous.get(group, b""))
             previous[group] = entry.key
             resident.pin(entry)
@@ -295,6 +336,17 @@ class StoreLoads:
         # First key first: what is written before an interruption is of use.
         for entry in entries:
             self._checksummer.persist(entry)
+
+    def keep(self, engine: EngineState, keys: Sequence[tuple[int, bytes]], owner: Owner) -> None:
+        """A request uses these objects, as far as they are in RAM, without loading them."""
+        for group, block_hash in keys:
+            key = engine.key(group, block_hash)
+            if key is None:
+                self._context.violation("unknown_group")
+                return
+            entry = self._resident.get(engine.namespace, key)
+            if entry is not None and not entry.evicting and not self._resident.is_expired(entry):
+                self._lifetimes.used(entry, owner)
 
     def release(self, engine: EngineState, number: int) -> None:
         """No rank has a copy of this load in progress, and none starts one."""

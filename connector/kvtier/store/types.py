@@ -17,7 +17,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
+import msgspec
+
 from kvtier.store import counters
+from kvtier.tenants import is_tenant
 
 MEMORY_BIT = 1
 UNVERIFIED_BIT = 1 << 16
@@ -87,6 +90,60 @@ class EngineInfo:
     shard_bytes: tuple[tuple[int, ...], ...]
     writer_ranks: tuple[tuple[int, ...], ...] = ((0,),)
     persistent: bool = True
+
+
+class Owner(msgspec.Struct, frozen=True, array_like=True):
+    """Whom the objects of a request belong to, and what it asks for them; part of messages.
+
+    ``tenant``: its digest (``kvtier.tenants``), empty without one. ``retain_seconds``: for how long
+    the objects are evicted after others. ``pin``: they stay in RAM for as long as they live, or for
+    an hour. ``ttl_seconds``: how long what the request stores is used; 0: no limit. ``tiers``: bits
+    of the only secondary tiers that they are written to; 0: all.
+    """
+
+    tenant: bytes = b""
+    retain_seconds: int = 0
+    pin: bool = False
+    ttl_seconds: int = 0
+    tiers: int = 0
+
+    @property
+    def keeps(self) -> bool:
+        """Whether objects that are there already are to stay longer."""
+        return self.pin or self.retain_seconds > 0
+
+
+NO_OWNER = Owner()
+MAX_LIFE_SECONDS = 366 * 86_400
+"""Longer times are shortened to this."""
+
+
+def checked_owner(owner: Owner) -> Owner | None:
+    """The owner that a message names, with times within bounds; None if it cannot be one."""
+    if not is_tenant(owner.tenant):
+        return None
+    if min(owner.retain_seconds, owner.ttl_seconds, owner.tiers) >= 0 and (
+        max(owner.retain_seconds, owner.ttl_seconds) <= MAX_LIFE_SECONDS
+    ):
+        return owner
+    return msgspec.structs.replace(
+        owner,
+        retain_seconds=min(max(owner.retain_seconds, 0), MAX_LIFE_SECONDS),
+        ttl_seconds=min(max(owner.ttl_seconds, 0), MAX_LIFE_SECONDS),
+        tiers=max(owner.tiers, 0),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PromotionOptions:
+    """``look_up``: keys that no index has are looked up in tiers that other processes write to.
+    ``owner``: of the request that the objects are brought into RAM for."""
+
+    look_up: bool = False
+    owner: Owner = NO_OWNER
+
+
+NO_OPTIONS = PromotionOptions()
 
 
 @dataclass(frozen=True, slots=True)

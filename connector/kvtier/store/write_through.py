@@ -27,6 +27,7 @@ from kvtier.store.memory_tier import ResidentObjects
 from kvtier.store.secondary_tier import SecondaryTiers, WriteBudget, reason_of
 from kvtier.store.state import Entry
 from kvtier.store.tier_group import SecondaryTier
+from kvtier.tenants import OTHERS
 from kvtier.tiers.base import ObjectMeta, aligned
 from kvtier.tiers.checksum import Checksum
 
@@ -176,10 +177,16 @@ class WriteThrough:
 
     def _write_where_missing(self, entry: Entry) -> None:
         meta = entry.meta
-        if meta is None:
+        if meta is None or self._resident.is_expired(entry):
             return
         for group in self._tiers.groups:
             policy = group.settings.store_policy
+            if entry.tiers and not entry.tiers & group.bit:
+                self._context.count("tier_writes_skipped", group.name, "hint_tiers")
+                continue
+            if entry.expires_at and not group.tier.capabilities.expires:
+                self._context.count("tier_writes_skipped", group.name, "expires")
+                continue
             if (
                 entry.busy & group.bit
                 or policy is StorePolicy.NONE
@@ -215,8 +222,13 @@ class WriteThrough:
         secondary.pending_store_bytes += size
         entry.busy |= secondary.bit
         self._resident.pin(entry)
-        if entry.previous:
-            meta = replace(meta, previous=entry.previous)
+        if entry.previous or entry.tenant or entry.expires_at:
+            meta = replace(
+                meta,
+                previous=entry.previous or meta.previous,
+                tenant=entry.tenant if entry.tenant != OTHERS else meta.tenant,
+                expires_at=entry.expires_at,
+            )
         work = partial(secondary.tier.write, entry.ref, context.view(entry.slot.offset, size), meta)
         call = IoCall(context.clock, work, partial(self._written, secondary, entry, size))
         self._writes[secondary, entry] = call

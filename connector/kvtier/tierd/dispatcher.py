@@ -7,8 +7,9 @@ Only the loop's thread uses it. It has no socket: ``send`` sends a message to a 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from itertools import repeat
 
 import msgspec
 
@@ -16,16 +17,20 @@ from kvtier.errors import KVTierError
 from kvtier.store.cost_model import Prefill, PrefixCost
 from kvtier.store.store import TierStore
 from kvtier.store.types import (
+    NO_OWNER,
     ChunkId,
     CreditsGranted,
     KeysEvicting,
     LoadExtended,
+    Owner,
     PresenceChanged,
     PromotionArriving,
     PromotionEnded,
+    PromotionOptions,
     StoreCounters,
     StoreEvent,
     UsableTiersChanged,
+    checked_owner,
 )
 from kvtier.tierd.replication import ReplicaPublisher
 from kvtier.tierd.sessions import EngineSessions, Session
@@ -38,6 +43,7 @@ from kvtier.tierd.wire import (
     EvictionAck,
     FromEngine,
     Identify,
+    Keep,
     Load,
     LoadPinned,
     LoadReleased,
@@ -201,8 +207,10 @@ class Dispatcher:
             if self._stopping:
                 self._counters.add("reservations_while_stopping", "", "", len(message.items))
                 return
+            owners = self._owners(message)
             for reservation, group, key, slot, previous in message.items:
-                store.reserve(name, reservation, ChunkId(group, key, previous), slot)
+                chunk, owner = ChunkId(group, key, previous), next(owners, NO_OWNER)
+                store.reserve(name, reservation, chunk, slot, owner)
         elif isinstance(message, Promote):
             store.promote(
                 name,
@@ -210,15 +218,19 @@ class Dispatcher:
                 message.keys,
                 message.budget_seconds,
                 _prefix_cost(message),
-                message.look_up,
+                PromotionOptions(message.look_up, self._owner(message.owner)),
             )
         elif isinstance(message, Prefetch):
-            store.prefetch(name, message.promotion, message.keys)
+            owner = self._owner(message.owner)
+            store.prefetch(name, message.promotion, message.keys, owner)
         elif isinstance(message, Cancel):
             store.cancel(name, message.promotion)
         elif isinstance(message, Load):
-            pinned = store.load(name, message.load, message.promotion, message.keys)
+            owner = self._owner(message.owner)
+            pinned = store.load(name, message.load, message.promotion, message.keys, owner)
             self._send(session.route, LoadPinned(load=message.load, keys=pinned))
+        elif isinstance(message, Keep):
+            store.keep(name, message.keys, self._owner(message.owner))
         elif isinstance(message, LoadReleased):
             store.release_load(name, message.load)
         elif isinstance(message, Resync):
@@ -228,6 +240,22 @@ class Dispatcher:
             self._identify(engine, session, message, now)
         else:
             self._counters.add("protocol_violations", "", f"scheduler_{type(message).__name__}")
+
+    def _owner(self, owner: Owner) -> Owner:
+        """The owner that a message names. One that cannot be is none."""
+        found = checked_owner(owner)
+        if found is None:
+            self._counters.add("protocol_violations", "", "owner")
+            return NO_OWNER
+        return found
+
+    def _owners(self, message: Reserve) -> Iterator[Owner]:
+        """The owner of each item; fewer than there are items if the rest has none."""
+        left = len(message.items)
+        for count, named in message.owners:
+            owner, here = self._owner(named), min(max(count, 0), left)
+            left -= here
+            yield from repeat(owner, here)
 
     def _handle_worker(self, session: Session, engine: EngineSessions, message: FromEngine) -> None:
         rank, name = session.hello.rank, engine.name

@@ -5,10 +5,9 @@ notices. Changes of one loop iteration are merged per key, so that a delta names
 once. An eviction notice follows every earlier change. A snapshot is sent a few pieces per
 iteration, each of which tells the state of its moment; the changes since its start follow it.
 
-The scheduler's ``Replica`` applies the messages to a dictionary, which it uses as a hint. It has
-one owner: ``apply`` and ``get`` are called by one thread, or by threads that the caller
-synchronizes. ``get`` is one dictionary lookup, because it is called for every chunk of every
-prompt.
+The scheduler's ``Replica`` applies the messages to what it uses as a hint. ``apply`` is called by
+one thread, or by threads that the caller synchronizes; ``get`` may be called by another one
+meanwhile. It takes less than a microsecond, because it is called for every chunk of every prompt.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
+from kvtier.key_table import KeyTable
 from kvtier.store.types import MEMORY_BIT, RAM_BITS
 from kvtier.tierd.wire import Delta, EvictionAck, EvictionNotice, Message, Usable
 
@@ -27,6 +27,9 @@ PIECES_PER_CALL = 2
 snapshot overtakes the listing."""
 MAX_DEFERRED_KEYS = 65_536
 """Changes that wait behind a snapshot. Beyond that, a new snapshot is shorter."""
+_PARTS = 16
+"""Dictionaries of keys in RAM: growing one of a hundred thousand keys takes milliseconds."""
+_FREED_BUCKETS = 4_096
 FORGET_SECONDS = 1.0
 """The store waits for acknowledgements for 100 ms; later ones are of no use."""
 Added = tuple[bytes, int, int]
@@ -251,8 +254,9 @@ class Replica:
     """Keys (group byte + block hash), the bits of the tiers that hold them, and the location of
     those in RAM.
 
-    The location is kept above the bits, in one integer: a second dictionary would cost a lookup per
-    chunk, and as much memory again.
+    Keys in RAM, which the pool bounds, are in dictionaries; their location is above their bits, in
+    one integer. The others, perhaps a million in files, are in a ``KeyTable``, which takes half the
+    memory of a dictionary and never stops to grow.
 
     ``removals`` rises whenever a bit is cleared or becomes unusable, which invalidates answers
     derived from the replica. ``stale``: a delta is missing; the replica is empty until the next
@@ -260,18 +264,24 @@ class Replica:
     """
 
     __slots__ = (
+        "_elsewhere",
+        "_freed",
+        "_in_ram",
         "_next_sequence",
         "_resync_requested",
-        "_values",
         "asked_bits",
-        "get_value",
         "removals",
         "stale",
         "usable_bits",
     )
 
     def __init__(self) -> None:
-        self._values: dict[bytes, int] = {}
+        self._in_ram: list[dict[bytes, int]] = [{} for _ in range(_PARTS)]
+        """Keys with a location, by their last byte, with bits and location."""
+        self._elsewhere = KeyTable()
+        """The other keys, with bits."""
+        self._freed: list[KeyTable] = []
+        """Tables of before, of which each message frees a part."""
         self._next_sequence = 1
         self._resync_requested = False
         self.removals = 0
@@ -280,26 +290,26 @@ class Replica:
         """Of tiers that may be used."""
         self.asked_bits = 0
         """Of usable tiers that may hold keys which are not in the replica."""
-        self.get_value = self._values.get
-        """``get_value(key, 0)``: the dictionary's method, for loops over hundreds of keys.
-        ``& usable_bits``: bits of the usable tiers; ``>> LOCATION_SHIFT``: the location."""
 
     def __len__(self) -> int:
-        return len(self._values)
+        return len(self._elsewhere) + sum(map(len, self._in_ram))
+
+    def get_value(self, key: bytes, default: int = 0) -> int:
+        """``& usable_bits``: bits of the usable tiers; ``>> LOCATION_SHIFT``: the location.
+        ``default`` for unknown keys."""
+        return self._in_ram[key[-1] % _PARTS].get(key) or self._elsewhere.get(key) or default
 
     def get(self, key: bytes) -> int:
         """Bits of the usable tiers that hold ``key``; 0: none known."""
-        return self._values.get(key, 0) & self.usable_bits
+        return self.get_value(key) & self.usable_bits
 
     def location(self, key: bytes) -> int:
         """Slot and generation of ``key`` (``generations.pack_location``); 0: not in RAM."""
-        return self._values.get(key, 0) >> LOCATION_SHIFT
+        return self.get_value(key) >> LOCATION_SHIFT
 
     def clear(self) -> None:
         """Empties the replica after the loss of tierd. The next session counts from 1."""
-        if self._values:
-            self.removals += 1
-            self._values.clear()
+        self._empty()
         self._next_sequence = 1
         self._resync_requested = False
         self.stale = False
@@ -311,6 +321,8 @@ class Replica:
 
         Evicted keys lose their RAM bits before tierd receives the acknowledgement.
         """
+        if self._freed and not self._freed[-1].clear_part(_FREED_BUCKETS):
+            self._freed.pop()
         if isinstance(message, Usable):
             if self.usable_bits & ~message.bits:
                 self.removals += 1
@@ -325,20 +337,25 @@ class Replica:
             self._invalidate()
         self._next_sequence = message.sequence + 1
         if message.snapshot:
-            if self._values:
-                self.removals += 1
-                self._values.clear()
+            self._empty()
             self.stale = False
             self._resync_requested = False
         if self.stale:
             # Without the missing delta, additions and removals would be wrong.
             return None
-        values = self._values
+        in_ram, elsewhere = self._in_ram, self._elsewhere
         for key, added, location in message.added:
-            value = values.get(key, 0) | added
+            part = in_ram[key[-1] % _PARTS]
+            value = part.get(key)
             if location:
-                value = value & ALL_BITS | location << LOCATION_SHIFT
-            values[key] = value
+                bits = (value or elsewhere.get(key)) & ALL_BITS | added
+                part[key] = bits | location << LOCATION_SHIFT
+                if value is None:
+                    elsewhere.pop(key)
+            elif value is not None:
+                part[key] = value | added
+            else:
+                elsewhere.change_bits(key, added, True)
         for key, removed in message.removed:
             self._remove(key, removed)
         return None
@@ -351,21 +368,34 @@ class Replica:
         return True
 
     def _remove(self, key: bytes, removed: int) -> None:
-        before = self._values.get(key, 0)
-        left = before & ~removed
-        if left == before:
+        part = self._in_ram[key[-1] % _PARTS]
+        value = part.get(key)
+        if value is None:
+            self.removals += self._elsewhere.change_bits(key, removed & ALL_BITS, False)
             return
-        if removed & MEMORY_BIT:
-            left &= ALL_BITS
+        left = value & ~removed
+        if left == value:
+            return
         self.removals += 1
-        if left:
-            self._values[key] = left
-        else:
-            del self._values[key]
+        if not removed & MEMORY_BIT:
+            part[key] = left
+            return
+        # Found in one of both by a lookup at any moment.
+        if left & ALL_BITS:
+            self._elsewhere.set(key, left & ALL_BITS)
+        del part[key]
+
+    def _empty(self) -> None:
+        """A large table takes long to free, so that is done in parts."""
+        if not len(self):
+            return
+        self.removals += 1
+        self._freed.append(self._elsewhere)
+        self._elsewhere = KeyTable()
+        for part in self._in_ram:
+            part.clear()
 
     def _invalidate(self) -> None:
-        if self._values:
-            self.removals += 1
-            self._values.clear()
+        self._empty()
         self.stale = True
         self._resync_requested = False

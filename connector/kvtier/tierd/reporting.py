@@ -168,6 +168,7 @@ class Reporter:
         pool = asdict(store.accounts()) if store is not None else {}
         if store is not None:
             pool["pinned"] = store.pinned_bytes
+            pool["pinned_by_requests"] = store.pinned_by_requests
         if inputs.pool is not None:
             pool["touched"] = inputs.pool.touched_bytes
         policy = self._structural.policy
@@ -231,6 +232,9 @@ class Reporter:
                         limits.min_free(each.volume_bytes) for each in state.volumes or (state,)
                     ),
                     volumes=tuple(_volume(each) for each in state.volumes),
+                    tenants=state.tenants.count,
+                    tenant_share_bytes=state.tenants.share_bytes,
+                    largest_tenants=state.tenants.largest,
                 )
             )
         return tuple(found)

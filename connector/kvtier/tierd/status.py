@@ -154,6 +154,17 @@ class TierSnapshot:
     hit_tokens: int = 0
     """Prompt tokens that were loaded from it in the last five minutes."""
     hit_tokens_total: int = 0
+    tenants: int = 0
+    """Tenants that hold objects."""
+    tenant_share_bytes: int = 0
+    """What one of them may hold; 0: all of it."""
+    largest_tenants: tuple[tuple[str, int], ...] = ()
+    """Digest and bytes of those that hold the most."""
+
+    @property
+    def largest_bytes(self) -> int:
+        """Bytes of the tenant that holds the most."""
+        return self.largest_tenants[0][1] if self.largest_tenants else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +232,9 @@ def _camel_keys(mapping: dict[str, object]) -> dict[str, object]:
 def _tier_json(tier: TierSnapshot) -> dict[str, object]:
     document = _camel_keys(asdict(tier))
     document["volumes"] = [_camel_keys(asdict(volume)) for volume in tier.volumes]
+    document["largestTenants"] = [
+        {"tenant": tenant, "usedBytes": size} for tenant, size in tier.largest_tenants
+    ]
     return document
 
 
@@ -272,6 +286,13 @@ class _SnapshotCollector(Collector):
             ("objects", "Objects in a tier.", "objects"),
             ("pending_store_bytes", "Bytes of pending stores to a tier.", "pending_store_bytes"),
             ("late_reads_running", "Reads that hang now, by tier.", "late_reads"),
+            ("tenants", "Tenants that hold objects in a tier.", "tenants"),
+            ("largest_tenant_bytes", "Bytes of the tenant that holds the most.", "largest_bytes"),
+            (
+                "tenant_share_bytes",
+                "Bytes that one tenant may hold in a tier; 0 without a limit.",
+                "tenant_share_bytes",
+            ),
         ):
             gauge = GaugeMetricFamily(f"kvtier_tier_{name}", text, labels=["tier"])
             for tier in tiers:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import msgspec
 
 from kvtier import __version__
+from kvtier.store.types import NO_OWNER, Owner
 
 PROTOCOL = f"{__version__}/12"
 SOCKET_NAME = "tierd.sock"
@@ -101,9 +102,13 @@ class Reserve(Message, frozen=True, kw_only=True):
     ``previous``: key of the chunk before it in its prefix, empty for the first one; the order of
     eviction follows it. No answer: tierd drops what is already there or pending, and takes the slot
     back once every writer has delivered or aborted.
+
+    ``owners``: (items, owner): so many items, in order, are of a request of this owner; those that
+    follow belong to no tenant.
     """
 
     items: tuple[tuple[int, int, bytes, int, bytes], ...]
+    owners: tuple[tuple[int, Owner], ...] = ()
 
 
 class Deliver(Message, frozen=True, kw_only=True):
@@ -134,6 +139,7 @@ class Promote(Message, frozen=True, kw_only=True):
     ``whole``: the keys are of use together only, so all or none are read; needs ``ends``.
     ``copy_seconds``: how long the engine takes to copy one key to its GPU; needs ``ends``. With it
     the promotion may be answered by ``Arriving`` before its end; 0: it is not.
+    ``owner``: of the request.
     """
 
     promotion: int
@@ -147,15 +153,18 @@ class Promote(Message, frozen=True, kw_only=True):
     whole: bool = False
     look_up: bool = False
     copy_seconds: float = 0.0
+    owner: Owner = NO_OWNER
 
 
 class Prefetch(Message, frozen=True, kw_only=True):
     """Scheduler: a request waits in the engine's queue; bring the prefix of ``keys`` into RAM as
-    far as that costs nothing else. No answer. ``Cancel`` with the same number ends it.
+    far as that costs nothing else. No answer. ``Cancel`` with the same number ends it. ``owner``:
+    of the request.
     """
 
     promotion: int
     keys: tuple[tuple[int, bytes], ...]
+    owner: Owner = NO_OWNER
 
 
 class Cancel(Message, frozen=True, kw_only=True):
@@ -169,12 +178,22 @@ class Load(Message, frozen=True, kw_only=True):
     tierd keeps them in RAM until ``LoadReleased``, and answers ``LoadPinned``. The copies do not
     wait for the answer.
 
-    ``promotion``: the one that prepared it, 0 if none; its pins pass to the load.
+    ``promotion``: the one that prepared it, 0 if none; its pins pass to the load. ``owner``: of the
+    request.
     """
 
     load: int
     promotion: int
     keys: tuple[tuple[int, bytes], ...]
+    owner: Owner = NO_OWNER
+
+
+class Keep(Message, frozen=True, kw_only=True):
+    """Scheduler: a request of ``owner`` uses ``keys``, which tiers hold, without loading them. They
+    are retained or pinned as it asks, as far as they are in RAM. No answer."""
+
+    keys: tuple[tuple[int, bytes], ...]
+    owner: Owner
 
 
 class LoadReleased(Message, frozen=True, kw_only=True):
@@ -333,6 +352,7 @@ FromEngine = (
     | Cancel
     | Load
     | LoadReleased
+    | Keep
     | EvictionAck
     | Identify
     | Resync

@@ -23,6 +23,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 ALIGNMENT_BYTES = 4096
 """Shards start at multiples of this in a slot and in a file, so that a buffer serves direct I/O
@@ -49,13 +50,17 @@ class ObjectMeta:
     ``shard_bytes[i]`` is the exact size of rank i's shard. In memory and in files shard i starts at
     the sum of the aligned sizes before it. ``checksums[i]`` covers those bytes without padding.
     ``previous``: key of the object that precedes this one in its prefix, for the order of eviction;
-    empty if it is the first or that is not known. A tier need not store it.
+    empty if it is the first or that is not known. A tier need not store it. ``tenant``: whom it
+    belongs to (``kvtier.tenants``), empty if to no tenant. ``expires_at``: when it must no longer
+    be used, in seconds since the epoch; 0: never. Only tiers that ``expires`` store that.
     """
 
     shard_bytes: tuple[int, ...]
     checksum_kind: str
     checksums: tuple[bytes, ...]
     previous: bytes = field(default=b"", compare=False)
+    tenant: bytes = field(default=b"", compare=False)
+    expires_at: int = field(default=0, compare=False)
 
     @property
     def payload_bytes(self) -> int:
@@ -63,16 +68,31 @@ class ObjectMeta:
         return sum(aligned(size) for size in self.shard_bytes)
 
 
+class ObjectFacts(NamedTuple):
+    """What the header of an object says beyond its content: whom it belongs to, empty if to no
+    tenant, and when it expires, in seconds since the epoch, 0: never."""
+
+    tenant: bytes = b""
+    expires_at: int = 0
+
+
+NO_FACTS = ObjectFacts()
+
+
 @dataclass(frozen=True, slots=True)
 class TierCapabilities:
     """What a tier can do. ``persistent``: objects survive this process. ``shared``: other processes
     write there too. ``indexed``: ``contains`` knows every object; otherwise ``probe`` may find one
-    that it does not know.
+    that it does not know. ``expires``: what has expired is never read, and is removed; other tiers
+    are given no such objects. ``tenants``: it bounds what each tenant holds
+    (``TierLimits.tenant_percent``).
     """
 
     persistent: bool
     shared: bool
     indexed: bool
+    expires: bool = False
+    tenants: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +114,8 @@ class TierLimits:
 
     ``load_timeout_seconds``: how long a load from this tier may take. A tier that can end a read
     ends it then. ``min_free_bytes``, ``min_free_percent``: what stays free on the file system,
-    whatever uses it; the larger of both.
+    whatever uses it; the larger of both. ``tenant_percent``: what one tenant may hold of the
+    capacity.
     """
 
     capacity_bytes: int
@@ -105,6 +126,7 @@ class TierLimits:
     load_timeout_seconds: float = 5.0
     min_free_bytes: int = 0
     min_free_percent: int = 0
+    tenant_percent: int = 100
 
     @property
     def keeps_free(self) -> bool:
@@ -162,6 +184,10 @@ class Tier(ABC):
         """Size and free bytes of the file system that the tier is on, as of the last maintenance;
         zeros while they are unknown. No I/O."""
         return 0, 0
+
+    def tenants(self) -> Mapping[bytes, int]:
+        """Bytes of each tenant (``kvtier.tenants``), as far as the tier knows them. No I/O."""
+        return {}
 
     def counts(self) -> Mapping[tuple[str, str], int]:
         """Totals since the tier was built that the tier itself counts: by the name of a counter

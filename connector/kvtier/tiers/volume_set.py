@@ -111,6 +111,9 @@ class _Volume(Tier):
     def counts(self) -> Mapping[tuple[str, str], int]:
         return self.inner.counts()
 
+    def tenants(self) -> Mapping[bytes, int]:
+        return self.inner.tenants()
+
     @property
     def asks_on_miss(self) -> bool:
         return self.inner.asks_on_miss
@@ -150,6 +153,8 @@ class VolumeSet(Tier):
             persistent=all(each.capabilities.persistent for each in volumes),
             shared=any(each.capabilities.shared for each in volumes),
             indexed=all(each.capabilities.indexed for each in volumes),
+            expires=all(each.capabilities.expires for each in volumes),
+            tenants=all(each.capabilities.tenants for each in volumes),
         )
         self._seeds = [blake2b(each.name.encode(), digest_size=32).digest() for each in volumes]
         self._serving = [True] * len(volumes)
@@ -227,6 +232,14 @@ class VolumeSet(Tier):
         """The sum over the file systems of all volumes."""
         found = [volume.volume() for volume in self.volumes]
         return sum(size for size, _ in found), sum(available for _, available in found)
+
+    def tenants(self) -> Mapping[bytes, int]:
+        """The sums over all volumes."""
+        held: dict[bytes, int] = {}
+        for volume in self.volumes:
+            for tenant, size in volume.tenants().items():
+                held[tenant] = held.get(tenant, 0) + size
+        return held
 
     def counts(self) -> Mapping[tuple[str, str], int]:
         """The sums over all volumes."""

@@ -27,11 +27,13 @@ from kvtier_operator.api.selector import LabelSelector
 from kvtier_operator.api.settings import (
     Attach,
     Breaker,
+    Hints,
     Isolation,
     Monitoring,
     PodResources,
     Rollout,
     Security,
+    Tenants,
 )
 from kvtier_operator.api.status import PolicyStatus
 from kvtier_operator.api.tiers import LMCacheTierSpec, TierSpec
@@ -166,6 +168,14 @@ class PolicySpec(Model):
     breaker: Annotated[Breaker, LIVE, Field(description="When a failing tier is suspended.")] = (
         Breaker()
     )
+    hints: Annotated[Hints, LIVE, Field(description="What requests may ask for with hints.")] = (
+        Hints()
+    )
+    tenants: Annotated[
+        Tenants,
+        LIVE,
+        Field(description="Bounds what one tenant holds in the memory tier and in file tiers."),
+    ] = Tenants()
     isolation: Annotated[
         Isolation,
         STRUCTURAL,

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
-from kvtier.config.models import Encryption
+from kvtier.config.models import Encryption, Honour, TenantKind
 from kvtier_operator.api.base import (
     LIVE,
     RFC1123_SUBDOMAIN,
@@ -73,6 +73,68 @@ class Breaker(Model):
         LIVE,
         Field(ge=1, le=86_400, description=("Time until a suspended tier is probed again.")),
     ] = 60
+
+
+class Hints(Model):
+    """What requests may ask for with hints."""
+
+    honour: Annotated[
+        Honour,
+        LIVE,
+        Field(description="Whether hints of requests have an effect."),
+    ] = Honour.ENABLED
+    max_pinned_percent: Annotated[
+        Integer,
+        LIVE,
+        Field(
+            ge=0,
+            le=80,
+            description=(
+                "Share of the memory tier that requests may pin, in percent, and of each tenant's "
+                "share of it. Further pins are refused and counted."
+            ),
+        ),
+    ] = 20
+    default_retain_seconds: Annotated[
+        Integer,
+        LIVE,
+        Field(
+            ge=0,
+            le=604_800,
+            description=(
+                "How long the objects of a request that does not say are evicted from the memory "
+                "tier after others. 0: not at all."
+            ),
+        ),
+    ] = 0
+
+
+class Tenants(Model):
+    """Bounds what one tenant holds in the memory tier and in file tiers."""
+
+    by: Annotated[
+        TenantKind,
+        LIVE,
+        Field(
+            description=(
+                "What makes requests belong to one tenant. CacheSalt: the same cache_salt; those "
+                "without one belong to none. Policy: all requests of the policy's pods are one "
+                "tenant of the directories that they share with others."
+            )
+        ),
+    ] = TenantKind.CACHE_SALT
+    max_percent: Annotated[
+        Integer,
+        LIVE,
+        Field(
+            ge=1,
+            le=100,
+            description=(
+                "Share of the capacity of each memory and file tier that one tenant may hold, in "
+                "percent. A store beyond it evicts the tenant's own objects. 100: no limit."
+            ),
+        ),
+    ] = 100
 
 
 class KeySecretReference(Model):

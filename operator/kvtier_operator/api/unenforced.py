@@ -49,6 +49,13 @@ def not_enforced(policy: KVTierPolicy, may_restart: bool) -> list[str]:
     connector = policy.spec.engine.connector
     restarts = policy.spec.rollout.strategy is RolloutStrategy.RESTART_WORKLOADS
     found = [NO_RESTARTS] if restarts and not may_restart else []
+    if policy.spec.tenants.max_percent < 100:
+        found += [
+            f"spec.tenants.maxPercent: has no effect on tier {tier.name}: KVTier does not evict "
+            "from an lmcache tier by tenant"
+            for tier in policy.spec.tiers
+            if tier.lmcache is not None
+        ]
     return found + [
         f"{dotted(path)}: has no effect in this version: {NOT_ENFORCED[pattern]}"
         for pattern, path in _written(policy, "", ())

@@ -21,6 +21,7 @@ from kvtier.config.models import (
     BreakerSettings,
     Daemon,
     FileSystemTierDocument,
+    HintSettings,
     HttpEndpoint,
     IsolationSettings,
     Live,
@@ -29,6 +30,7 @@ from kvtier.config.models import (
     MemoryTierDocument,
     PolicyIdentity,
     Structural,
+    TenantSettings,
     TierDocument,
     TierVolumeDocument,
     Topology,
@@ -200,6 +202,12 @@ def live(policy: KVTierPolicy, generation: int = 0) -> Live:
             failure_threshold=spec.breaker.failure_threshold,
             period_seconds=spec.breaker.period_seconds,
         ),
+        hints=HintSettings(
+            honour=spec.hints.honour,
+            max_pinned_percent=spec.hints.max_pinned_percent,
+            default_retain_seconds=spec.hints.default_retain_seconds,
+        ),
+        tenants=TenantSettings(by=spec.tenants.by, max_percent=spec.tenants.max_percent),
         tiers={tier.name: _live_tier(tier) for tier in spec.tiers},
     )
 

@@ -144,4 +144,4 @@ def test_the_number_of_live_values_is_known() -> None:
         for path, document in all_fields(PolicySpec)
         if document.change is Change.LIVE and document.shape.kind != "object"
     ]
-    assert len(live) == 23
+    assert len(live) == 28

@@ -15,12 +15,14 @@ from tests.support.manual_executor import ManualCall, ManualClock, ManualExecuto
 from kvtier.config.models import (
     BreakerSettings,
     FileSystemTierDocument,
+    HintSettings,
     Live,
     LiveTier,
     MemoryTierDocument,
     PolicyIdentity,
     Selection,
     Structural,
+    TenantSettings,
     TierVolumeDocument,
     Topology,
 )
@@ -30,11 +32,14 @@ from kvtier.store.recovery import PoolRecovery
 from kvtier.store.slot_table import SlotLocation, SlotTable, TableIdentity
 from kvtier.store.store import TierStore
 from kvtier.store.types import (
+    NO_OWNER,
     ChunkId,
     CreditsGranted,
     EngineInfo,
     KeysEvicting,
+    Owner,
     PromotionEnded,
+    PromotionOptions,
     StoreCounters,
     StoreEvent,
 )
@@ -134,11 +139,21 @@ class WatchedTier(DictTier):
 
 
 def live(
-    selection: Selection = Selection.COST, threshold: int = 5, period: int = 60, **tiers: LiveTier
+    selection: Selection = Selection.COST,
+    threshold: int = 5,
+    period: int = 60,
+    shares: tuple[int, int] = (100, 20),
+    **tiers: LiveTier,
 ) -> Live:
-    """Live values for the memory tier and these tiers."""
-    breaker = BreakerSettings(failure_threshold=threshold, period_seconds=period)
-    return Live(selection=selection, breaker=breaker, tiers={"ram": LiveTier(), **tiers})
+    """Live values for the memory tier and these tiers. ``shares``: percentages that one tenant may
+    hold, and that requests may pin."""
+    return Live(
+        selection=selection,
+        breaker=BreakerSettings(failure_threshold=threshold, period_seconds=period),
+        tenants=TenantSettings(max_percent=shares[0]),
+        hints=HintSettings(max_pinned_percent=shares[1]),
+        tiers={"ram": LiveTier(), **tiers},
+    )
 
 
 def topology(
@@ -260,7 +275,9 @@ class StoreFixture:
                 for name, parts in self.parts.items()
             ],
             self._document,
-            StoreRuntime(self.io, self.clock, CHECKSUMS, self.counters, self.generations),
+            StoreRuntime(
+                self.io, self.clock, CHECKSUMS, self.counters, self.generations, self.clock
+            ),
             PoolRecovery(fenced, self.table, self.read_log, self.orphaned_reads),
         )
 
@@ -355,7 +372,12 @@ class StoreFixture:
         return self._numbers
 
     def reserve(
-        self, chunk: int, engine: str = "e", group: int = 0, previous: int | None = None
+        self,
+        chunk: int,
+        engine: str = "e",
+        group: int = 0,
+        previous: int | None = None,
+        owner: Owner = NO_OWNER,
     ) -> tuple[int, int]:
         """Reserves a chunk in the engine's next credit; returns reservation and slot.
 
@@ -364,7 +386,7 @@ class StoreFixture:
         self._used.setdefault((engine, group), []).append(slot)
         number = self.number()
         before = b"" if previous is None else block_hash(previous)
-        self.store.reserve(engine, number, ChunkId(group, block_hash(chunk), before), slot)
+        self.store.reserve(engine, number, ChunkId(group, block_hash(chunk), before), slot, owner)
         return number, slot
 
     def put(
@@ -373,20 +395,21 @@ class StoreFixture:
         engine: str = "e",
         namespace: str = NAMESPACE,
         previous: int | None = None,
+        owner: Owner = NO_OWNER,
     ) -> int:
         """Stores a chunk with one shard of one page, and returns its slot; credits are topped up
         afterwards."""
-        number, slot = self.reserve(chunk, engine, previous=previous)
+        number, slot = self.reserve(chunk, engine, previous=previous, owner=owner)
         key = b"\0" + block_hash(chunk)
         self.pool[slot : slot + PAGE] = shard_content(namespace, key, 0, PAGE)
         self.store.deliver(engine, 0, number)
         self.pump()
         return slot
 
-    def put_prompt(self, *chunks: int) -> None:
+    def put_prompt(self, *chunks: int, owner: Owner = NO_OWNER) -> None:
         """Stores the chunks of one prompt, runs all I/O and ends the evictions."""
         for previous, chunk in zip((None, *chunks), chunks, strict=False):
-            self.put(chunk, previous=previous)
+            self.put(chunk, previous=previous, owner=owner)
             self.settle()
             self.advance(0.11)
 
@@ -394,10 +417,14 @@ class StoreFixture:
         """How many chunks of a prompt are in RAM, up to the first one that is not."""
         return next((i for i, chunk in enumerate(chunks) if not self.bits(chunk) & 1), len(chunks))
 
-    def promote(self, *chunks: int, budget: float = 5.0, engine: str = "e") -> int:
+    def promote(
+        self, *chunks: int, budget: float = 5.0, engine: str = "e", owner: Owner = NO_OWNER
+    ) -> int:
         """Starts a promotion of chunks; returns the promotion's number."""
         number = self.number()
-        self.store.promote(engine, number, [(0, block_hash(chunk)) for chunk in chunks], budget)
+        keys = [(0, block_hash(chunk)) for chunk in chunks]
+        options = PromotionOptions(owner=owner)
+        self.store.promote(engine, number, keys, budget, None, options)
         self.pump()
         return number
 

@@ -48,6 +48,8 @@ def counted() -> Iterator[tuple[str, str, str, str | None]]:
                     if function.attr == "lose":
                         literal = ["tier_announcements_lost", *literal]
                     yield place, str(literal[0]), "tier", literal[1]
+                elif function.attr == "_note_removed":
+                    yield place, str(literal[0]), "tier", ""
                 elif function.attr == "_on_loss":
                     yield place, "tier_announcements_lost", "tier", literal[0]
                 elif isinstance(literal[0] if literal else None, str) and (

@@ -17,7 +17,7 @@ from kvtier.config.models import LiveTier
 from kvtier.errors import TierUnavailableError
 from kvtier.store.cost_model import Prefill, PrefixCost
 from kvtier.store.lookups import ABSENT_SECONDS, LOOKUP_THREADS, MAX_CALLS, RETRY_SECONDS
-from kvtier.store.types import PromotionOutcome, UsableTiersChanged
+from kvtier.store.types import PromotionOptions, PromotionOutcome, UsableTiersChanged
 from kvtier.tiers.base import ObjectRef
 
 DISK = 2
@@ -73,7 +73,7 @@ class LookupFixture(StoreFixture):
     def look_up(self, *chunks: int, budget: float = 5.0, cost: PrefixCost | None = None) -> int:
         number = self.number()
         keys = [(0, block_hash(chunk)) for chunk in chunks]
-        self.store.promote("e", number, keys, budget, cost, True)
+        self.store.promote("e", number, keys, budget, cost, PromotionOptions(look_up=True))
         self.pump()
         return number
 

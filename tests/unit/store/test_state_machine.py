@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.support.checked_order import check_order
+from tests.unit.store.kept_objects import OWNERS, check_kept_objects
 from tests.unit.store.store_fixture import (
     CHECKSUMS,
     PAGE,
@@ -48,9 +49,11 @@ from kvtier.store.types import (
     EngineInfo,
     KeysEvicting,
     LoadExtended,
+    Owner,
     PresenceChanged,
     PromotionArriving,
     PromotionEnded,
+    PromotionOptions,
     PromotionOutcome,
     StoreEvent,
 )
@@ -336,6 +339,7 @@ class Driver:
         policy: StorePolicy,
         selection: Selection,
         writes: tuple[int, int | None],
+        shares: tuple[int, int] = (100, 20),
     ) -> None:
         pending, rate = writes
         tiers = {
@@ -348,7 +352,7 @@ class Driver:
             )
             for name, weight in zip(("disk", "nfs"), weights, strict=True)
         }
-        self.fixture.store.configure(live(selection, 3, **tiers))
+        self.fixture.store.configure(live(selection, 3, shares=shares, **tiers))
 
     def advance(self, seconds: float) -> None:
         self.fixture.advance(seconds)
@@ -658,8 +662,11 @@ class StoreMachine(RuleBasedStateMachine):
         data=st.data(),
         chunks=st.lists(st.integers(0, CHUNKS - 1), min_size=1, max_size=4, unique=True),
         worker_first=st.booleans(),
+        owner=st.sampled_from(OWNERS),
     )
-    def reserve(self, data: st.DataObject, chunks: list[int], worker_first: bool) -> None:
+    def reserve(
+        self, data: st.DataObject, chunks: list[int], worker_first: bool, owner: Owner
+    ) -> None:
         """Chunks are reserved in granted slots; the worker's word may come before the
         scheduler's."""
         engine = data.draw(st.sampled_from(list(self.engines.values())))
@@ -673,35 +680,40 @@ class StoreMachine(RuleBasedStateMachine):
             if worker_first:
                 self.answer_rank(engine, number, engine.kind.writers[0], True)
             name, chunk_id = engine.info.engine, self.chunk_id(group, chunk)
-            self.do("call", "reserve", name, number, chunk_id, slot)
+            self.do("call", "reserve", name, number, chunk_id, slot, owner)
             if len(engine.open[number][3]) == len(engine.kind.writers):
                 del engine.open[number]
 
     @precondition(lambda self: self.engines)
-    @rule(data=st.data(), start=st.sampled_from((0, 0, 4, 8)), chunks=st.integers(1, 5))
-    def store_prefix(self, data: st.DataObject, start: int, chunks: int) -> None:
+    @rule(
+        data=st.data(),
+        start=st.sampled_from((0, 0, 4, 8)),
+        chunks=st.integers(1, 5),
+        owner=st.sampled_from(OWNERS),
+    )
+    def store_prefix(self, data: st.DataObject, start: int, chunks: int, owner: Owner) -> None:
         """A prefix is stored as far as credits go, without anything going wrong."""
         engine = data.draw(st.sampled_from(list(self.engines.values())))
         for chunk in range(start, start + chunks):
-            self.store_chunk(engine, chunk)
+            self.store_chunk(engine, chunk, owner)
 
     @precondition(lambda self: self.engines)
-    @rule(data=st.data(), rounds=st.integers(1, 20))
-    def churn(self, data: st.DataObject, rounds: int) -> None:
+    @rule(data=st.data(), rounds=st.integers(1, 20), owner=st.sampled_from(OWNERS))
+    def churn(self, data: st.DataObject, rounds: int, owner: Owner) -> None:
         """Further chunks evict objects that are not pinned."""
         engine = data.draw(st.sampled_from(list(self.engines.values())))
         for _ in range(rounds):
-            self.store_chunk(engine, 1000 + self.number())
+            self.store_chunk(engine, 1000 + self.number(), owner)
             self.do("run_lane", "hash")
             self.do("advance", 0.11)
 
-    def store_chunk(self, engine: ModelEngine, chunk: int) -> None:
+    def store_chunk(self, engine: ModelEngine, chunk: int, owner: Owner) -> None:
         for group in range(len(engine.kind.shards)):
             if engine.credits[group]:
                 slot, number = engine.credits[group].pop(0), self.number()
                 engine.open[number] = (group, slot, bytes((group,)) + block_hash(chunk), set())
                 name, chunk_id = engine.info.engine, self.chunk_id(group, chunk)
-                self.do("call", "reserve", name, number, chunk_id, slot)
+                self.do("call", "reserve", name, number, chunk_id, slot, owner)
                 for rank in engine.kind.writers:
                     self.answer_rank(engine, number, rank, True)
                 del engine.open[number]
@@ -762,14 +774,26 @@ class StoreMachine(RuleBasedStateMachine):
         number = self.number()
         engine.promotions[number] = keys
         self.deadlines[engine.info.engine, number] = self.now + budget
-        look_up = data.draw(st.booleans())
-        if look_up:
+        options = PromotionOptions(data.draw(st.booleans()), data.draw(st.sampled_from(OWNERS)))
+        if options.look_up:
             self.lookups.add((engine.info.engine, number))
         cost = None
         if data.draw(st.booleans()):
             ends = tuple(range(256, 256 * (length + 1), 256))
             cost = PrefixCost(0, ends, copy_seconds=data.draw(st.sampled_from((0.0, 1e-6, 1e3))))
-        self.do("call", "promote", engine.info.engine, number, keys, budget, cost, look_up)
+        self.do("call", "promote", engine.info.engine, number, keys, budget, cost, options)
+
+    @precondition(lambda self: self.engines)
+    @rule(
+        data=st.data(),
+        start=st.sampled_from((0, 0, 4)),
+        length=st.integers(1, 6),
+        owner=st.sampled_from([owner for owner in OWNERS if owner.keeps]),
+    )
+    def keep(self, data: st.DataObject, start: int, length: int, owner: Owner) -> None:
+        engine = data.draw(st.sampled_from(list(self.engines.values())))
+        keys = [(0, block_hash(chunk)) for chunk in range(start, start + length)]
+        self.do("call", "keep", engine.info.engine, keys, owner)
 
     @precondition(lambda self: any(engine.promotions for engine in self.engines.values()))
     @rule(data=st.data())
@@ -824,11 +848,13 @@ class StoreMachine(RuleBasedStateMachine):
         self, engine: ModelEngine, promotion: int, keys: list[tuple[int, bytes]]
     ) -> None:
         number = self.number()
-        self.do("call", "load", engine.info.engine, number, promotion, keys)
+        owner = OWNERS[number % len(OWNERS)]
+        self.do("call", "load", engine.info.engine, number, promotion, keys, owner)
         state = self.driver.fixture.store._engines.get(engine.info.engine)
         entries = state.loads.get(number, []) if state is not None else []
         named = [bytes((g,)) + h for g, h in keys]
         assert [entry.key for entry in entries] == named[: len(entries)]
+        assert not any(0 < entry.expires_at <= self.now for entry in entries), "loads the expired"
         slots = tuple(entry.slot.offset for entry in entries)
         engine.loads[number] = (named[: len(slots)], slots)
         self.check_load(engine, number)
@@ -900,6 +926,7 @@ class StoreMachine(RuleBasedStateMachine):
         selection=st.sampled_from(Selection),
         pending=st.sampled_from((0, 3 * PAGE, 1 << 30)),
         rate=st.sampled_from((None, None, 2 * PAGE)),
+        shares=st.tuples(st.sampled_from((100, 50, 20, 5)), st.sampled_from((80, 50, 20, 0))),
     )
     def configure(
         self,
@@ -908,8 +935,9 @@ class StoreMachine(RuleBasedStateMachine):
         selection: Selection,
         pending: int,
         rate: int | None,
+        shares: tuple[int, int],
     ) -> None:
-        self.do("configure", weights, policy, selection, (pending, rate))
+        self.do("configure", weights, policy, selection, (pending, rate), shares)
 
     @rule(seconds=st.sampled_from((0.001, 0.04, 0.11, 0.7, 4.0, 31.0, 61.0)))
     def advance(self, seconds: float) -> None:
@@ -979,6 +1007,10 @@ class StoreMachine(RuleBasedStateMachine):
         )
         ranges.sort()
         assert all(a + size <= b for (a, size), (b, _) in pairwise(ranges)), "slots overlap"
+
+    @invariant()
+    def tenants_pins_and_expired_objects_are_within_bounds(self) -> None:
+        check_kept_objects(self.driver.fixture.store, self.now)
 
     @invariant()
     def no_write_overlaps_a_slot_that_a_worker_may_read(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Iterable
 
@@ -147,3 +149,44 @@ def test_the_next_tierd_announces_again_which_tiers_are_usable() -> None:
     replica.clear()
     replica.apply(Delta(sequence=1, snapshot=True, added=placed(((b"a", 2),))))
     assert replica.get(b"a") == 2
+
+
+def test_a_key_that_is_not_in_ram_takes_less_than_80_bytes() -> None:
+    replica, number = Replica(), 250_000
+    for sequence, start in enumerate(range(0, number, 512), 1):
+        added = tuple(
+            (b"\0" + os.urandom(32), 2, 0) for _ in range(start, min(start + 512, number))
+        )
+        replica.apply(Delta(sequence=sequence, added=added, snapshot=sequence == 1))
+    assert len(replica) == number
+    assert not any(replica._in_ram)
+    (buckets,) = replica._elsewhere._buckets.values()
+    used = sys.getsizeof(buckets) + sum(map(sys.getsizeof, filter(None, buckets)))
+    assert used / number < 80
+
+
+def test_keys_move_between_ram_and_other_tiers() -> None:
+    replica = Replica()
+    replica.apply(Delta(sequence=1, snapshot=True, added=placed(((b"a", 2), (b"b", 1)))))
+    replica.apply(Delta(sequence=2, added=placed(((b"a", 1), (b"b", 2)))))
+    assert [replica.get_value(key) & 7 for key in (b"a", b"b")] == [3, 3]
+    assert [replica.location(key) for key in (b"a", b"b")] == [LOCATION, LOCATION]
+    assert len(replica) == 2
+    replica.apply(EvictionNotice(token=1, keys=(b"a", b"b")))
+    assert [replica.get_value(key) for key in (b"a", b"b")] == [2, 2]
+    assert len(replica) == 2
+    replica.apply(Delta(sequence=3, removed=((b"a", 2), (b"b", 2))))
+    assert (len(replica), replica.get_value(b"a", 7)) == (0, 7)
+
+
+def test_a_large_replica_is_emptied_at_once_and_freed_in_parts() -> None:
+    replica = Replica()
+    names = keys(5_000)
+    added = tuple((key, 2, 0) for key in names)
+    replica.apply(Delta(sequence=1, snapshot=True, added=added))
+    replica.clear()
+    assert (len(replica), replica.get(names[0]), replica.removals) == (0, 0, 1)
+    for sequence in range(1, 40):
+        replica.apply(Delta(sequence=sequence, snapshot=sequence == 1, added=added[:1]))
+    assert replica._freed == []
+    assert len(replica) == 1

@@ -121,7 +121,7 @@ def test_random_bytes_are_not_a_header(seed: int, start: bytes) -> None:
 def test_another_format_version_is_foreign_not_corrupt(offset: int) -> None:
     ref = ObjectRef("2" * 32, b"\x00k")
     header, payload, meta = pack(ref, (100,), Blake3.kind, 1)
-    header[offset] += 2
+    header[offset] += 4
     header[-16:] = KINDS[meta.checksum_kind].digest(header[:-16])
     with pytest.raises(TierForeignError, match="version"):
         read_header(header, ref, payload.nbytes)

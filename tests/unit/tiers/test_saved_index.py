@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.tiers.test_file_tier import make, object_bytes, path_of
 
@@ -245,6 +245,7 @@ def test_with_keys_only_an_index_made_with_one_of_them_is_used(tmp_path: Path) -
         saved_index.read(keyed, NAMESPACE, KEYS, len(PROMPT) - 1)
 
 
+@settings(deadline=None)
 @given(
     objects=st.lists(
         st.tuples(st.binary(min_size=1, max_size=64), st.integers(1, 1 << 30), st.booleans()),
@@ -318,3 +319,18 @@ def test_an_object_of_a_saved_index_is_the_ref_that_was_stored() -> None:
     index = Index(1 << 60)
     assert index.add_saved(SavedObject(ref.namespace, ref.key, 4_096, b"", False))
     assert [ObjectRef(namespace, key) for namespace, key, _ in index.entries()] == [ref]
+
+
+def test_a_saved_index_of_the_previous_version_is_used(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved.unlink()
+    monkeypatch.setattr(saved_index, "_VERSION", 1)
+    monkeypatch.setattr(saved_index, "_KNOWN", 0)
+    with opened(tmp_path) as tier:
+        saved_index.write(str(saved), tier._index, NAMESPACE, None, 0o640)
+    monkeypatch.undo()
+    found = saved_index.read(saved, NAMESPACE, None, 100)
+    assert saved.read_bytes()[8] == 1
+    assert len(found) == len(PROMPT)
+    assert all(each.facts is None for each in saved_index.merged([found]))

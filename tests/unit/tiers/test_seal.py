@@ -372,7 +372,7 @@ def test_another_format_version_is_a_miss_and_stays(tmp_path: Path, size_changes
     path = file_of(tmp_path, ref)
 
     def change(content: bytearray) -> None:
-        content[8] = 3
+        content[8] = 9
         content.extend(bytes(size_changes))
 
     content = rewrite(path, change)

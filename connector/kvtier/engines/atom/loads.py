@@ -260,7 +260,12 @@ class AtomLoads:
         first, keys = chunks
         wire = state.wire_keys(first, keys)
         if self._session.live.selection is not Selection.COST:
-            return Promote(promotion=number, keys=wire, budget_seconds=budget_seconds)
+            return Promote(
+                promotion=number,
+                keys=wire,
+                budget_seconds=budget_seconds,
+                owner=self._session.owner(state),
+            )
         prefill = self._prefill() or Prefill(0.0, 0.0)
         ends = tuple(self._planner.tokens(chunk + 1) for chunk in range(first, first + keys))
         return Promote(
@@ -271,6 +276,7 @@ class AtomLoads:
             ends=ends,
             alpha=prefill.alpha,
             beta=prefill.beta,
+            owner=self._session.owner(state),
         )
 
     # Hand-over from computing to loading.
@@ -385,6 +391,7 @@ class AtomLoads:
             load=load_id,
             promotion=promotion.promotion_id if promotion is not None else 0,
             keys=state.wire_keys(first, chunks),
+            owner=session.owner(state),
         )
         if not session.send(message):
             self.counts["not_sent"] += 1

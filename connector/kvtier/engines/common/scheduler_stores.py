@@ -20,14 +20,15 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, groupby
 from typing import Any, Protocol
 
 from kvtier.engines.common.jobs import BlockRun, StoreJob
 from kvtier.engines.common.request_state import RequestState
 from kvtier.engines.common.tierd_session import TierdSession
 from kvtier.planner import GroupKind, Planner
-from kvtier.tierd.wire import Reserve
+from kvtier.store.types import NO_OWNER, RAM_BITS, Owner
+from kvtier.tierd.wire import Keep, Reserve
 
 MAX_CACHE_FRACTION = 4
 """Stores in flight reference at most a quarter of the KV cache: slow copies must leave blocks for
@@ -138,6 +139,8 @@ class SchedulerStores:
         self._keys: set[bytes] = set()
         """Keys that are planned, open or recently committed."""
         self._recently_committed: deque[tuple[float, bytes]] = deque()
+        self._kept: dict[Owner, list[tuple[int, bytes]]] = {}
+        """Chunks that tiers hold and that requests want to be kept; for the next message."""
         self._voided: list[int] = []
         """Reservations that the workers must not deliver; for the next step's metadata."""
         self._in_flight_blocks = 0
@@ -226,13 +229,18 @@ class SchedulerStores:
             for group in self._full_groups
         ]
         end = min([storable_chunks, *(len(keys) for _, keys in by_group)])
+        owner = self._session.owner(state)
+        keeps = owner.keeps
         for chunk in range(frontier.next_chunk, end):
             if not finished and self._visited_chunks >= MAX_CHUNKS_VISITED_PER_STEP:
                 return
             self._visited_chunks += 1
             for group, keys in by_group:
                 key = keys[chunk]
-                if get_value(key, 0) & usable_bits or key in pending_keys:
+                bits = get_value(key, 0) & usable_bits
+                if bits or key in pending_keys:
+                    if keeps and bits & RAM_BITS:
+                        self._kept.setdefault(owner, []).append((group, key[1:]))
                     continue
                 first, stop = self._planner.object_range(group, chunk)
                 ids = tuple(tables[group][first:stop]) if group < len(tables) else ()
@@ -425,6 +433,7 @@ class SchedulerStores:
 
         What cannot be reserved is dropped.
         """
+        self._send_kept()
         planned = self._planned
         if not planned:
             return []
@@ -440,7 +449,8 @@ class SchedulerStores:
             )
             for store in current
         )
-        if not items or not session.namespace_open or not session.send(Reserve(items=items)):
+        message = Reserve(items=items, owners=self._owners_of(current))
+        if not items or not session.namespace_open or not session.send(message):
             current = []
         if current and not self._open:
             self._progress_at = self._clock()
@@ -450,6 +460,22 @@ class SchedulerStores:
         if len(current) < len(planned):
             self._drop([each for each in planned if each.job.reservation not in self._open], "lost")
         return [store.job for store in current]
+
+    def _send_kept(self) -> None:
+        kept, self._kept = self._kept, {}
+        if self._session.namespace_open:
+            for owner, keys in kept.items():
+                self._session.send(Keep(keys=tuple(keys), owner=owner))
+
+    def _owners_of(self, stores: Sequence[OpenStore]) -> tuple[tuple[int, Owner], ...]:
+        """How many stores in a row are of which owner; empty if all have no tenant and no wish."""
+        runs = [
+            (len(list(run)), owner)
+            for owner, run in groupby(self._session.owner(store.state) for store in stores)
+        ]
+        while runs and runs[-1][1] == NO_OWNER:
+            runs.pop()
+        return tuple(runs)
 
     # Completion.
 

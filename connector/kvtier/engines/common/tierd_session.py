@@ -21,9 +21,10 @@ from typing import Protocol
 from kvtier.config.loader import merge_live
 from kvtier.config.models import Daemon, Live, LiveTier, Topology
 from kvtier.engines.common.model_identity import EngineIdentity
+from kvtier.engines.common.owners import Owners
 from kvtier.planner import Planner
 from kvtier.processes import own_identity
-from kvtier.store.types import MEMORY_BIT, RAM_BITS
+from kvtier.store.types import MEMORY_BIT, RAM_BITS, Owner
 from kvtier.tierd.client import ClientOptions, TierdClient
 from kvtier.tierd.liveness import hold_peer_lock
 from kvtier.tierd.replication import Replica
@@ -196,6 +197,7 @@ class TierdSession:
         self.counters: Counter[str] = Counter()
         self._tier_names = tuple(tier.name for tier in topology.structural.tiers)
         self._structural = topology.structural
+        self._owners = Owners(topology.structural)
         self._planner = planner
         self._engine = engine
         self._identity = identity
@@ -319,6 +321,10 @@ class TierdSession:
     def tier(self, index: int) -> LiveTier:
         """Returns the live values of a tier."""
         return self.live.tiers.get(self.tier_name(index)) or LiveTier()
+
+    def owner(self, state: object) -> Owner:
+        """Whom the objects of a request belong to, and what it asks for them."""
+        return self._owners.of(state, self.live, self._tier_names)
 
     @property
     def tier_names(self) -> tuple[str, ...]:

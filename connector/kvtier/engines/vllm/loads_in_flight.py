@@ -137,6 +137,7 @@ class LoadsInFlight:
             load=load_id,
             promotion=promotion.promotion_id if promotion is not None else 0,
             keys=state.wire_keys_of(parts),
+            owner=session.owner(state),
         )
         # The load does not depend on it: tierd is asked not to evict what is being copied.
         session.send(message)

@@ -110,7 +110,7 @@ class QueuedPrefixes:
                 self._keep_later.append((until, state))
                 continue
             keys = self._missing(state)
-            prefetch = self._send(keys) if keys else 0
+            prefetch = self._send(keys, state) if keys else 0
             self.outcomes["started" if prefetch else "nothing_missing"] += 1
             if prefetch:
                 self._kept.append((until, prefetch))
@@ -133,7 +133,7 @@ class QueuedPrefixes:
                 continue
             keys = self._missing(state)
             chunks += max(1, len(keys))
-            self._prefetches[name] = self._send(keys) if keys else 0
+            self._prefetches[name] = self._send(keys, state) if keys else 0
             started += bool(self._prefetches[name])
 
     def _missing(self, state: RequestState) -> WireKeys:
@@ -181,7 +181,8 @@ class QueuedPrefixes:
             return ()
         return state.wire_keys_of(parts)
 
-    def _send(self, keys: WireKeys) -> int:
+    def _send(self, keys: WireKeys, state: RequestState) -> int:
         prefetch = self._new_id()
-        message = Prefetch(promotion=prefetch, keys=keys)
+        owner = self._session.owner(state)
+        message = Prefetch(promotion=prefetch, keys=keys, owner=owner)
         return prefetch if self._session.send(message) else 0

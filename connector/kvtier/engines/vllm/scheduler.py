@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvtier.config.models import Honour
+from kvtier.engines.common.hints import NO_HINTS
 from kvtier.engines.common.lora import AdapterDigests
 from kvtier.engines.common.request_state import RequestState, reads_no_cache
 from kvtier.engines.common.scheduler_stores import NULL_BLOCK, BlockPool, SchedulerStores
@@ -226,7 +228,8 @@ class KVTierConnectorScheduler:
         request_id = str(request.request_id)
         state = self._states.get(request_id)
         if state is None or state.request is not request:
-            hints = self._hints.read(request)
+            honoured = self.session.live.hints.honour is Honour.ENABLED
+            hints = self._hints.read(request) if honoured else NO_HINTS
             state = self._states[request_id] = RequestState(request, hints)
             if hints.tiers is not None:
                 state.tier_bits = self.session.tier_bits(hints.tiers)

@@ -452,6 +452,7 @@ class SchedulerLoads:
             waited_seconds=waited_seconds if cost else 0.0,
             whole=whole,
             look_up=prefix.look_up,
+            owner=self._session.owner(state),
             copy_seconds=0.0
             if whole or not cost
             else self._planner.chunk_tokens

@@ -2,7 +2,7 @@
 
     offset  size  content (integers are little-endian)
          0     8  magic "KVTIEROB"
-         8     2  format version: 1, or 2 if the object is encrypted
+         8     2  format version: 1, or 2 if the object is encrypted; 2 more if it expires
         10     1  checksum kind: 1 XXH3-128, 2 BLAKE3 cut to 128 bits
         11     1  KV cache group (first byte of the key)
         12     4  number of shards, 1..64
@@ -13,9 +13,11 @@
        105     7  zeros
        112    32  keyed BLAKE3 tag, or AES-GCM tag (16, zeros behind it), or zeros (seal.py)
        144    32  id of the key of the tag, ASCII, zeros behind it; zeros without a tag
-       176    32  version 2: salt of the object's key, else zeros
-       208    12  version 2: nonce, else zeros
-       220    36  zeros
+       176    32  encrypted: salt of the object's key, else zeros
+       208    12  encrypted: nonce, else zeros
+       220     8  tenant (kvtier/tenants.py), zeros if it belongs to no tenant
+       228     8  when it expires, in seconds since the epoch; 0: never
+       236    20  zeros
        256  40*n  per shard: exact size (8), checksum over exactly these bytes (16), zeros (16)
          …     …  zeros
       4000     1  length of the key of the object before this one in its prefix; 0: not known
@@ -24,8 +26,9 @@
       4080    16  checksum, of the same kind, over bytes 0..4079
       4096     …  shards, each from a multiple of 4096, zeros between them
 
-In version 2, bytes 256..4079 and everything from 4096 are encrypted; the last checksum covers the
-encrypted header.
+If the object is encrypted, bytes 256..4079 and everything from 4096 are; the last checksum covers
+the encrypted header. An object that expires has a version of its own, so that releases which do not
+know that never use it: to them it is an object of another release.
 
 Every byte is covered: the header and the shards by their checksums, the padding by being zero, the
 end by the file's size. A file that parses and verifies is the requested object, byte for byte.
@@ -42,14 +45,17 @@ from kvtier.errors import (
     TierUntrustedError,
     TierUnverifiableError,
 )
-from kvtier.tiers.base import ObjectMeta, ObjectRef, aligned
+from kvtier.tenants import NO_TENANT
+from kvtier.tiers.base import ObjectFacts, ObjectMeta, ObjectRef, aligned
 from kvtier.tiers.checksum import DIGEST_BYTES, Blake3, Checksum, Xxh3, by_kind
 
 HEADER_BYTES = 4096
 MAGIC = b"KVTIEROB"
 VERSION = 1
 ENCRYPTED_VERSION = 2
-VERSIONS = (VERSION, ENCRYPTED_VERSION)
+EXPIRING = 2
+"""Added to the version of an object that expires."""
+VERSIONS = (VERSION, ENCRYPTED_VERSION, VERSION + EXPIRING, ENCRYPTED_VERSION + EXPIRING)
 MAX_SHARDS = 64
 MAX_KEY_BYTES = 64
 SUFFIX = ".kv"
@@ -61,6 +67,8 @@ _SHARD = struct.Struct("<Q16s16x")
 _VERSION = struct.Struct("<8xH")
 _SEAL = struct.Struct("<32s32s32s12s")
 _SEAL_AT = 112
+_FACTS = struct.Struct("<8sQ")
+_FACTS_AT = 220
 _PREVIOUS_AT = 4000
 SHARDS_AT = 256
 """The fixed part ends here, and what version 2 encrypts begins."""
@@ -86,6 +94,12 @@ class FixedHeader:
     shards: int
     payload_bytes: int
     seal: SealFields
+    facts: ObjectFacts
+
+    @property
+    def encrypted(self) -> bool:
+        """Whether the rest of the file is encrypted."""
+        return self.version in (ENCRYPTED_VERSION, ENCRYPTED_VERSION + EXPIRING)
 
 
 def write_header(header: memoryview, ref: ObjectRef, meta: ObjectMeta) -> None:
@@ -108,7 +122,7 @@ def write_header(header: memoryview, ref: ObjectRef, meta: ObjectMeta) -> None:
         header,
         0,
         MAGIC,
-        VERSION,
+        VERSION + (EXPIRING if meta.expires_at else 0),
         _KINDS[meta.checksum_kind],
         ref.key[0],
         len(meta.shard_bytes),
@@ -120,6 +134,7 @@ def write_header(header: memoryview, ref: ObjectRef, meta: ObjectMeta) -> None:
     if len(meta.previous) <= MAX_KEY_BYTES:
         header[_PREVIOUS_AT] = len(meta.previous)
         header[_PREVIOUS_AT + 1 : _PREVIOUS_AT + 1 + len(meta.previous)] = meta.previous
+    _FACTS.pack_into(header, _FACTS_AT, meta.tenant, meta.expires_at)
     for number, (size, digest) in enumerate(zip(meta.shard_bytes, meta.checksums, strict=True)):
         _SHARD.pack_into(header, SHARDS_AT + number * _SHARD.size, size, digest)
     finish_header(header, checksum)
@@ -139,7 +154,7 @@ def describe_seal(header: bytes) -> str:
         return f"format version {version}"
     raw = _SEAL.unpack_from(header, _SEAL_AT)[1].rstrip(b"\0")
     key_id = "".join(chr(byte) if 32 < byte < 127 else "?" for byte in raw)
-    if version == ENCRYPTED_VERSION:
+    if version in (ENCRYPTED_VERSION, ENCRYPTED_VERSION + EXPIRING):
         return f"AES256GCM, key {key_id}"
     return f"tag, key {key_id}" if key_id else "no tag"
 
@@ -153,8 +168,32 @@ def previous_of(header: bytes | memoryview) -> bytes:
     return bytes(header[_PREVIOUS_AT + 1 : _PREVIOUS_AT + 1 + length])
 
 
-def set_seal(header: memoryview, version: int, seal: SealFields) -> None:
-    """Writes the version and the fields of a seal. The header must be finished afterwards."""
+def facts_of(header: bytes | memoryview) -> ObjectFacts | None:
+    """The facts of a whole header; None if it is damaged or of another release. What they are used
+    for, accounts and removal, needs no key."""
+    if len(header) < HEADER_BYTES or header[:8] != MAGIC:
+        return None
+    (version,) = _VERSION.unpack_from(header)
+    checksum = by_kind(_NAMES.get(header[10], ""))
+    if version not in VERSIONS or checksum is None:
+        return None
+    view = memoryview(header)
+    if checksum.digest(view[:DIGEST_AT]) != view[DIGEST_AT:HEADER_BYTES]:
+        return None
+    return _facts_of(view)
+
+
+def _facts_of(header: bytes | memoryview) -> ObjectFacts:
+    tenant, expires_at = _FACTS.unpack_from(header, _FACTS_AT)
+    return ObjectFacts(tenant if any(tenant) else NO_TENANT, expires_at)
+
+
+def set_seal(header: memoryview, encrypted: bool, seal: SealFields) -> None:
+    """Writes the fields of a seal, and the version, into a header as ``write_header`` leaves it.
+    The header must be finished afterwards."""
+    (version,) = _VERSION.unpack_from(header)
+    expiring = EXPIRING if version in (VERSIONS[2], VERSIONS[3]) else 0
+    version = (ENCRYPTED_VERSION if encrypted else VERSION) + expiring
     header[8:10] = version.to_bytes(2, "little")
     _SEAL.pack_into(header, _SEAL_AT, seal.tag, seal.key_id.encode("ascii"), seal.salt, seal.nonce)
 
@@ -190,7 +229,7 @@ def read_header(header: memoryview, ref: ObjectRef, payload_bytes: int) -> Objec
     Raises what ``read_fixed`` and ``read_shards`` raise, and ``TierUntrustedError``.
     """
     fixed = read_fixed(header, ref, payload_bytes)
-    if fixed.version == ENCRYPTED_VERSION:
+    if fixed.encrypted:
         raise TierUntrustedError("no_key", f"encrypted with key {fixed.seal.key_id!r}")
     return read_shards(header, fixed)
 
@@ -225,9 +264,12 @@ def read_fixed(header: memoryview, ref: ObjectRef, payload_bytes: int) -> FixedH
         raise TierCorruptError(f"{shards} shards: must be 1 to {MAX_SHARDS}")
     if length != payload_bytes:
         raise TierCorruptError(f"payload of {length} bytes, expected {payload_bytes}")
+    facts = _facts_of(header)
+    if bool(facts.expires_at) != (version in VERSIONS[2:]):
+        raise TierCorruptError(f"format version {version}, and expires at {facts.expires_at}")
     tag, key_id, salt, nonce = _SEAL.unpack_from(header, _SEAL_AT)
     seal = SealFields(tag, key_id.rstrip(b"\0").decode("ascii", "replace"), salt, nonce)
-    return FixedHeader(version, checksum, shards, length, seal)
+    return FixedHeader(version, checksum, shards, length, seal, facts)
 
 
 def read_shards(header: memoryview, fixed: FixedHeader) -> ObjectMeta:
@@ -237,7 +279,15 @@ def read_shards(header: memoryview, fixed: FixedHeader) -> ObjectMeta:
         size, digest = _SHARD.unpack_from(header, SHARDS_AT + number * _SHARD.size)
         sizes.append(size)
         digests.append(digest)
-    meta = ObjectMeta(tuple(sizes), fixed.checksum.kind, tuple(digests), previous_of(header))
+    facts = fixed.facts
+    meta = ObjectMeta(
+        tuple(sizes),
+        fixed.checksum.kind,
+        tuple(digests),
+        previous_of(header),
+        facts.tenant,
+        facts.expires_at,
+    )
     if meta.payload_bytes != fixed.payload_bytes:
         raise TierCorruptError(
             f"payload of {fixed.payload_bytes} bytes, shards of {meta.payload_bytes}"

@@ -25,11 +25,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.key_table import KeyTable
-from kvtier.prefix_order import NONE, PrefixOrder
-from kvtier.tiers.base import ALIGNMENT_BYTES, TierUsage
+from kvtier.prefix_order import KINDS, NONE, PrefixOrder
+from kvtier.tenants import NO_TENANT, TenantAccounts
+from kvtier.tiers.base import ALIGNMENT_BYTES, NO_FACTS, ObjectFacts, TierUsage
 
 _MAX_UNITS = (1 << 24) - 1
 """Sizes up to 64 GiB in units of 4 KiB."""
+_MAX_TIME = (1 << 32) - 1
 _SCANS = 256
 """The scan that last saw an object is known modulo this. Scans that differ by a multiple of it
 cannot be confused, because each removes the objects that it did not see."""
@@ -49,13 +51,15 @@ _REFILL_FRACTION = 16
 
 class SavedObject(NamedTuple):
     """An object of a saved index (saved_index.py). ``previous``: key of the one before it in its
-    prefix; empty if it is not known. ``often``: it was used again."""
+    prefix; empty if it is not known. ``often``: it was used again. ``facts``: None if they are not
+    known."""
 
     namespace: str
     key: bytes
     size_bytes: int
     previous: bytes
     often: bool
+    facts: ObjectFacts | None = None
 
 
 def age_rank(used_at: float) -> float:
@@ -91,10 +95,23 @@ class Index:
         self._table = KeyTable()
         """Nodes by namespace and key. Absent nodes are predecessors that are not indexed."""
         self._order = PrefixOrder()
-        self._key_bytes = bytearray(2)
-        self._buckets = array("H", (0, 0))
-        self._units = array("I", (0, 0))
-        self._seen_by = bytearray(2)
+        # Indexed by node; the first ones are no nodes.
+        self._key_bytes = bytearray(KINDS)
+        self._buckets = array("H", (0,) * KINDS)
+        self._units = array("I", (0,) * KINDS)
+        self._seen_by = bytearray(KINDS)
+        self._known = bytearray(KINDS)
+        """Whether the facts of an object are known."""
+        self._unknown = 0
+        self._asked = KINDS
+        """The node at which the search for unknown facts goes on."""
+        self._expires_at = array("I")
+        """By node, as far as objects that expire were seen."""
+        self._accounts = TenantAccounts()
+        """Of objects, and of files that are being written."""
+        self._groups: dict[bytes, int] = {}
+        self._tenants: dict[int, bytes] = {0: NO_TENANT}
+        """The account of each group of the order."""
         self._file_used_at = array("d")
         """By node: when the file was used last, as the scan at the start found it. Empty later."""
         self._ordering = False
@@ -142,7 +159,7 @@ class Index:
 
     def entries(self) -> Iterator[tuple[str, bytes, int]]:
         """All objects with their charged bytes, without a snapshot, as ``keys``."""
-        start = 2
+        start = KINDS
         while start < len(self._units):
             with self._lock:
                 end = min(start + _PART_OBJECTS, len(self._units))
@@ -199,14 +216,146 @@ class Index:
         """Size in units of 4 KiB, predecessor, and whether it was used again."""
         return self._units[node], self._order.predecessor(node), self._order.is_often(node)
 
+    def facts(self, node: int) -> ObjectFacts | None:
+        """The facts of an object; None if they are not known."""
+        if not self._known[node]:
+            return None
+        tenant = self._tenants[self._order.group_of(node)]
+        at = self._expires_at[node] if node < len(self._expires_at) else 0
+        return ObjectFacts(tenant, at)
+
     def add_saved(self, saved: SavedObject) -> bool:
         """A saved index names an object. True if it is new to the index and there was room."""
-        namespace, key, size_bytes, previous, often = saved
+        namespace, key, size_bytes, previous, often, facts = saved
         with self._lock:
             if self._count >= self._max_objects or self._find(namespace, key):
                 return False
-            self._enter(namespace, key, size_bytes, previous, often=often)
+            self._enter(namespace, key, size_bytes, previous, often=often, facts=facts)
             return True
+
+    # Tenants, and objects that expire.
+
+    def set_tenant_limit(self, limit_bytes: int) -> None:
+        """Changes what one tenant may hold."""
+        with self._lock:
+            if limit_bytes != self._accounts.limit_bytes:
+                self._accounts.set_limit(limit_bytes)
+
+    def tenants(self) -> dict[bytes, int]:
+        """Bytes of each tenant that holds some, files that are being written included."""
+        with self._lock:
+            return dict(self._accounts.held)
+
+    @property
+    def tenant_limit_bytes(self) -> int:
+        """What one tenant may hold."""
+        return self._accounts.limit_bytes
+
+    def claim(self, tenant: bytes, size_bytes: int) -> bytes | None:
+        """Charges a file that is about to be written to its tenant's share, until ``unclaim``.
+        Returns the account; None if there is no room."""
+        with self._lock:
+            account = self._accounts.account_of(tenant)
+            if self._accounts.room(account) < size_bytes:
+                return None
+            self._accounts.add(account, size_bytes)
+            return account
+
+    def unclaim(self, account: bytes, size_bytes: int) -> None:
+        """The file has been published, or was not."""
+        with self._lock:
+            self._accounts.remove(account, size_bytes)
+
+    def oldest_of(self, tenant: bytes) -> tuple[str, bytes] | None:
+        """The object of a tenant to evict next, which stays indexed; None if there is none."""
+        with self._lock:
+            return self._oldest_of(self._accounts.account_of(tenant))
+
+    def oldest_above_share(self) -> tuple[str, bytes] | None:
+        """The object to evict next of a tenant above its share, which stays indexed."""
+        with self._lock:
+            for account in self._accounts.over:
+                found = self._oldest_of(account)
+                if found is not None:
+                    return found
+        return None
+
+    def _oldest_of(self, account: bytes) -> tuple[str, bytes] | None:
+        group = self._groups.get(account)
+        node = NONE if group is None else self._order.oldest_of(group)
+        return self._name(node) if node else None
+
+    @property
+    def unknown(self) -> int:
+        """Objects whose facts are not known: a scan or another process has found them."""
+        return self._unknown
+
+    def next_unknown(self, number: int) -> list[tuple[str, bytes]]:
+        """Up to so many objects whose facts are not known, the next ones of all."""
+        found: list[tuple[str, bytes]] = []
+        with self._lock:
+            left = len(self._known)
+            while len(found) < number and left > 0 and self._unknown:
+                node = self._asked if self._asked < len(self._known) else KINDS
+                at = self._known.find(0, node)
+                left -= max((at if at >= 0 else len(self._known)) - node, 1)
+                self._asked = at + 1 if at >= 0 else KINDS
+                if at >= 0 and self._order.is_present(at):
+                    found.append(self._name(at))
+        return found
+
+    def learn(self, namespace: str, key: bytes, facts: ObjectFacts) -> None:
+        """The header of an object was read."""
+        with self._lock:
+            node = self._find(namespace, key)
+            if node and not self._known[node]:
+                self._unknown -= 1
+                self._set_facts(node, facts)
+
+    def expired(self, now: float, at_most: int) -> list[tuple[str, bytes]]:
+        """Objects that have expired at ``now`` (seconds since the epoch)."""
+        found: list[tuple[str, bytes]] = []
+        for start in range(0, len(self._expires_at), _PART_OBJECTS):
+            with self._lock:
+                part = np.array(self._expires_at[start : start + _PART_OBJECTS], dtype=np.uint32)
+                nodes = np.flatnonzero((part > 0) & (part <= int(now)))
+                found += [self._name(start + int(node)) for node in nodes]
+            if len(found) >= at_most:
+                return found[:at_most]
+        return found
+
+    def _set_facts(self, node: int, facts: ObjectFacts) -> None:
+        """Needs the lock. The node is present."""
+        self._known[node] = 1
+        if facts.expires_at:
+            missing = node + 1 - len(self._expires_at)
+            if missing > 0:
+                self._expires_at.extend((0,) * missing)
+            self._expires_at[node] = min(facts.expires_at, _MAX_TIME)
+        account = self._accounts.account_of(facts.tenant)
+        before = self._tenants[self._order.group_of(node)]
+        if account == before:
+            return
+        size = self._units[node] * ALIGNMENT_BYTES
+        self._order.move(node, self._group(account))
+        self._accounts.remove(before, size)
+        self._accounts.add(account, size)
+        self._drop_group(before)
+
+    def _group(self, account: bytes) -> int:
+        if not account:
+            return 0
+        group = self._groups.get(account)
+        if group is None:
+            group = self._groups[account] = self._order.new_group()
+            self._tenants[group] = account
+        return group
+
+    def _drop_group(self, account: bytes) -> None:
+        group = self._groups.get(account)
+        if group is not None and not self._order.present_of(group):
+            del self._groups[account], self._tenants[group]
+            self._order.release_group(group)
 
     @property
     def count(self) -> int:
@@ -245,24 +394,37 @@ class Index:
         with self._lock:
             self._reserved_bytes -= size_bytes
 
-    def publish(self, namespace: str, key: bytes, size_bytes: int, previous: bytes = b"") -> bool:
+    def publish(
+        self,
+        namespace: str,
+        key: bytes,
+        size_bytes: int,
+        previous: bytes = b"",
+        facts: ObjectFacts = NO_FACTS,
+    ) -> bool:
         """A reserved file has its final name. True if the object is new to the index.
 
         ``previous``: key of the object that precedes it in its prefix, if that is known.
         """
-        return self._add(namespace, key, size_bytes, size_bytes, previous)
+        with self._lock:
+            self._reserved_bytes -= size_bytes
+        return self._add(namespace, key, size_bytes, previous, facts)
 
     def add(self, namespace: str, key: bytes, size_bytes: int, previous: bytes = b"") -> bool:
         """An object exists and was used. True if it is new to the index. ``previous``: as for
-        ``publish``."""
-        return self._add(namespace, key, size_bytes, 0, previous)
+        ``publish``. Its facts are not known."""
+        return self._add(namespace, key, size_bytes, previous, None)
 
     def _add(
-        self, namespace: str, key: bytes, size_bytes: int, reserved_bytes: int, previous: bytes
+        self,
+        namespace: str,
+        key: bytes,
+        size_bytes: int,
+        previous: bytes,
+        facts: ObjectFacts | None,
     ) -> bool:
         displaced: list[tuple[str, bytes]] = []
         with self._lock:
-            self._reserved_bytes -= reserved_bytes
             node = self._find(namespace, key)
             if node:
                 self._use(namespace, node, previous)
@@ -270,7 +432,7 @@ class Index:
             else:
                 while self._count >= self._max_objects:
                     displaced.append(self._displace())
-                self._enter(namespace, key, size_bytes, previous)
+                self._enter(namespace, key, size_bytes, previous, facts=facts)
         for displaced_namespace, displaced_key in displaced:
             self._on_displaced(displaced_namespace, displaced_key)
         return not node
@@ -388,7 +550,7 @@ class Index:
 
     def not_seen(self) -> Iterator[tuple[str, bytes]]:
         """Objects that the scan did not find. They may have been removed."""
-        start = 2
+        start = KINDS
         while start < len(self._seen_by):
             with self._lock:
                 end = min(start + _PART_OBJECTS, len(self._seen_by))
@@ -417,11 +579,13 @@ class Index:
         node = self._table.get(name)
         if not node:
             node = self._order.new()
-            if node == len(self._seen_by):
+            while len(self._seen_by) <= node:
                 self._key_bytes.append(0)
                 self._buckets.append(0)
                 self._units.append(0)
                 self._seen_by.append(0)
+                # No node that is absent is unknown.
+                self._known.append(1)
             self._table.add(name, node)
             self._key_bytes[node], self._buckets[node] = self._table.place(name)
         return node
@@ -444,6 +608,7 @@ class Index:
         *,
         oldest: bool = False,
         often: bool = False,
+        facts: ObjectFacts | None = None,
     ) -> int:
         if namespace not in self._namespaces:
             self._next_namespace += 1
@@ -457,6 +622,11 @@ class Index:
             self._forget(parent)
         self._seen_by[node] = self._scan
         self._units[node] = 0
+        self._known[node] = 0
+        if facts is not None:
+            self._set_facts(node, facts)
+        else:
+            self._unknown += 1
         self._resize(node, size_bytes)
         self._count += 1
         self._counts[namespace] = self._counts.get(namespace, 0) + 1
@@ -464,8 +634,14 @@ class Index:
 
     def _resize(self, node: int, size_bytes: int) -> None:
         units = min(-(-size_bytes // ALIGNMENT_BYTES), _MAX_UNITS)
-        self._used_bytes += (units - self._units[node]) * ALIGNMENT_BYTES
+        more = (units - self._units[node]) * ALIGNMENT_BYTES
+        self._used_bytes += more
         self._units[node] = units
+        account = self._tenants[self._order.group_of(node)]
+        if account and more > 0:
+            self._accounts.add(account, more)
+        elif account and more < 0:
+            self._accounts.remove(account, -more)
 
     def _use(self, namespace: str, node: int, previous: bytes, *, often: bool = True) -> None:
         if previous and not self._order.predecessor(node):
@@ -476,9 +652,15 @@ class Index:
 
     def _leave(self, node: int) -> tuple[str, bytes]:
         namespace, key = self._name(node)
+        account = self._tenants[self._order.group_of(node)]
+        self._resize(node, 0)
         self._count -= 1
-        self._used_bytes -= self._units[node] * ALIGNMENT_BYTES
+        self._unknown -= not self._known[node]
+        self._known[node] = 1
+        if node < len(self._expires_at):
+            self._expires_at[node] = 0
         orphaned = self._order.leave(node)
+        self._drop_group(account)
         if orphaned:
             self._forget(orphaned)
         self._forget(node)

@@ -10,8 +10,9 @@ them is ignored, and so is a small one.
 
 Head (little-endian): magic (8), version (2), zeros (2), objects (4), namespace (16), key id (32),
 digest (16). Object: use (4), use of the object before it in its prefix (4, 0: not known), size in
-units of 4 KiB (4), flags (1; 1: used again), length of the key (1), key. Objects are in no order;
-``use`` ranks them by their last use, from 1. The digest covers everything else.
+units of 4 KiB (4), flags (1; 1: used again, 2: its facts are known, 4: they follow the key), length
+of the key (1), key, tenant (8), when it expires (8). Objects are in no order; ``use`` ranks them by
+their last use, from 1. The digest covers everything else. Version 1 had the first flag only.
 """
 
 from __future__ import annotations
@@ -29,17 +30,19 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from kvtier.hashing import derived_key
-from kvtier.tiers.base import ALIGNMENT_BYTES
+from kvtier.tenants import NO_TENANT
+from kvtier.tiers.base import ALIGNMENT_BYTES, NO_FACTS, ObjectFacts
 from kvtier.tiers.filesystem.format import MAX_KEY_BYTES
 from kvtier.tiers.filesystem.index import Index, SavedObject
 from kvtier.tiers.isolation_keys import KeySet
 
 _HEAD = struct.Struct("<8sHHI16s32s16s")
 _OBJECT = struct.Struct("<IIIBB")
-_MAGIC, _VERSION = b"KVTIERIX", 1
+_FACTS = struct.Struct("<8sQ")
+_MAGIC, _VERSION, _VERSIONS = b"KVTIERIX", 2, (1, 2)
 _DIGEST_BYTES = 16
 _DOMAIN = "kvtier saved index 1"
-_OFTEN = 1
+_OFTEN, _KNOWN, _HAS_FACTS = 1, 2, 4
 _PIECE_BYTES = 1 << 18
 _PART_OBJECTS = 4_096
 _SLACK_OBJECTS = 4_096
@@ -75,7 +78,14 @@ class SavedIndex:
             units * ALIGNMENT_BYTES,
             previous,
             bool(flags & _OFTEN),
+            self._facts(start + length, flags),
         )
+
+    def _facts(self, at: int, flags: int) -> ObjectFacts | None:
+        if not flags & _HAS_FACTS:
+            return NO_FACTS if flags & _KNOWN else None
+        tenant, expires_at = _FACTS.unpack_from(self.data, at)
+        return ObjectFacts(tenant if any(tenant) else NO_TENANT, expires_at)
 
     def _key_at(self, place: int) -> bytes:
         start = place + _OBJECT.size
@@ -85,7 +95,7 @@ class SavedIndex:
 def size_bytes(index: Index, namespace: str) -> int:
     """How large the saved index of a namespace becomes at most."""
     objects = index.count_of(namespace) + _SLACK_OBJECTS
-    return _HEAD.size + objects * (_OBJECT.size + index.longest_key_bytes)
+    return _HEAD.size + objects * (_OBJECT.size + index.longest_key_bytes + _FACTS.size)
 
 
 def write(path: str, index: Index, namespace: str, keys: KeySet | None, mode: int) -> None:
@@ -105,10 +115,13 @@ def write(path: str, index: Index, namespace: str, keys: KeySet | None, mode: in
                 continue
             units, previous, often = index.describe(node)
             before = int(ranks[previous]) if previous < len(ranks) else 0
-            record = (
-                _OBJECT.pack(int(ranks[node]), before, units, _OFTEN if often else 0, len(key))
-                + key
-            )
+            facts = index.facts(node)
+            flags = (_OFTEN if often else 0) | (0 if facts is None else _KNOWN)
+            told = b""
+            if facts is not None and facts != NO_FACTS:
+                flags |= _HAS_FACTS
+                told = _FACTS.pack(facts.tenant, facts.expires_at)
+            record = _OBJECT.pack(int(ranks[node]), before, units, flags, len(key)) + key + told
             left -= len(record)
             if left < 0:
                 break
@@ -139,11 +152,11 @@ def _hasher(tag_key: bytes | None) -> blake3:
 
 def read(path: Path, namespace: str, keys: KeySet | None, max_objects: int) -> SavedIndex:
     """Reads and verifies the file. Raises ``OSError`` and ``InvalidIndexError``."""
-    data = _content(path, _HEAD.size + max_objects * (_OBJECT.size + MAX_KEY_BYTES))
+    data = _content(path, _HEAD.size + max_objects * (_OBJECT.size + MAX_KEY_BYTES + _FACTS.size))
     if len(data) < _HEAD.size:
         raise InvalidIndexError("too short")
     magic, version, _, objects, name, key_id, digest = _HEAD.unpack_from(data)
-    if magic != _MAGIC or version != _VERSION:
+    if magic != _MAGIC or version not in _VERSIONS:
         raise InvalidIndexError("another format or version")
     if name.hex() != namespace:
         raise InvalidIndexError("of another namespace")
@@ -188,11 +201,11 @@ def _parsed(data: bytes, namespace: str, objects: int) -> SavedIndex:
     for number in range(objects):
         if at + _OBJECT.size > end:
             raise InvalidIndexError("fewer objects than it says")
-        use, previous[number], units, _, length = _OBJECT.unpack_from(data, at)
+        use, previous[number], units, flags, length = _OBJECT.unpack_from(data, at)
         if not 1 <= length <= MAX_KEY_BYTES or not use or not units:
             raise InvalidIndexError("an object without key, use or size")
         uses[number], places[number] = use, at
-        at += _OBJECT.size + length
+        at += _OBJECT.size + length + (_FACTS.size if flags & _HAS_FACTS else 0)
     if at != end:
         raise InvalidIndexError("other objects than it says")
     order = np.argsort(uses, kind="stable")

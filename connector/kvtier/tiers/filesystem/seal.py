@@ -41,9 +41,7 @@ from kvtier.tiers.base import ObjectMeta, ObjectRef
 from kvtier.tiers.checksum import by_kind
 from kvtier.tiers.filesystem.format import (
     DIGEST_AT,
-    ENCRYPTED_VERSION,
     SHARDS_AT,
-    VERSION,
     FixedHeader,
     SealFields,
     finish_header,
@@ -115,9 +113,9 @@ def write_tagged(
     Raises ``ValueError`` if the format cannot hold the object.
     """
     write_header(header, ref, meta)
-    set_seal(header, VERSION, SealFields(key_id=key.id))
+    set_seal(header, False, SealFields(key_id=key.id))
     tag = keyed_digest(key.tag_key, header[:DIGEST_AT], payload)
-    set_seal(header, VERSION, SealFields(tag, key.id))
+    set_seal(header, False, SealFields(tag, key.id))
     _finish(header, meta)
 
 
@@ -143,7 +141,7 @@ class Encryptor:
             key_id=key.id, salt=os.urandom(_SALT_BYTES), nonce=os.urandom(_NONCE_BYTES)
         )
         write_header(header, ref, meta)
-        set_seal(header, ENCRYPTED_VERSION, self._seal)
+        set_seal(header, True, self._seal)
         self._cipher = _cipher(_object_key(key, ref, self._seal.salt), self._seal.nonce, None)
         self._cipher.authenticate_additional_data(bytes(header[:SHARDS_AT]))
         self._cipher.update_into(header[SHARDS_AT:DIGEST_AT], header[SHARDS_AT:DIGEST_AT])
@@ -157,7 +155,7 @@ class Encryptor:
         self._cipher.finalize()
         tag = self._cipher.tag.ljust(32, b"\0")
         seal = SealFields(tag, self._seal.key_id, self._seal.salt, self._seal.nonce)
-        set_seal(self._header, ENCRYPTED_VERSION, seal)
+        set_seal(self._header, True, seal)
         _finish(self._header, self._meta)
 
 
@@ -174,11 +172,11 @@ def open_object(
     ``TierUntrustedError``; then the content of both buffers is undefined.
     """
     fixed = read_fixed(header, ref, payload.nbytes)
-    if fixed.version == ENCRYPTED_VERSION:
+    if fixed.encrypted:
         _decrypt(header, payload, ref, fixed, keys)
     meta = read_shards(header, fixed)
     verify_payload(payload, meta)
-    if keys is not None and fixed.version == VERSION:
+    if keys is not None and not fixed.encrypted:
         _check_tag(header, payload, fixed, keys)
     return meta
 

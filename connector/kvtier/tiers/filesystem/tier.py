@@ -29,6 +29,7 @@ from kvtier.config.models import FileSystemTierDocument
 from kvtier.errors import (
     TierCorruptError,
     TierError,
+    TierExpiredError,
     TierForeignError,
     TierMissError,
     TierNoSpaceError,
@@ -38,6 +39,7 @@ from kvtier.errors import (
 )
 from kvtier.files import volume_bytes
 from kvtier.tiers.base import (
+    ObjectFacts,
     ObjectMeta,
     ObjectRef,
     OnChange,
@@ -62,6 +64,7 @@ from kvtier.tiers.filesystem.object_files import ObjectFiles
 from kvtier.tiers.filesystem.quota import ByteAllocation
 from kvtier.tiers.filesystem.scan_scheduler import TOUCH_SECONDS
 from kvtier.tiers.filesystem.seal import Sealing
+from kvtier.tiers.filesystem.tenant_shares import TenantShares
 from kvtier.tiers.filesystem.unusable import UnusableObjects
 from kvtier.tiers.filesystem.walker import ScanReport, object_path
 
@@ -96,7 +99,11 @@ class FileSystemTier(Tier):
     ) -> None:
         self.name = document.name
         self.capabilities = TierCapabilities(
-            persistent=True, shared=document.sharing != "Pod", indexed=True
+            persistent=True,
+            shared=document.sharing != "Pod",
+            indexed=True,
+            expires=True,
+            tenants=True,
         )
         self.report = ScanReport()
         self._probe_direct_again = False
@@ -108,6 +115,8 @@ class FileSystemTier(Tier):
         self._clock = clock
         self._volume = (0, 0)
         self._index = Index(limits.capacity_bytes, max_objects, self._displaced)
+        self._tenants = TenantShares(self._index, self._root, self._drop_unread, wall)
+        self._tenants.configure(limits)
         self._reported_unindexed = False
         self._on_change: OnChange = _ignore
         self._files = ObjectFiles(self._modes, sealing)
@@ -185,6 +194,7 @@ class FileSystemTier(Tier):
         lowered = limits.capacity_bytes < self._limits.capacity_bytes
         self._limits = limits
         self._index.set_capacity(limits.capacity_bytes)
+        self._tenants.configure(limits)
         if lowered:
             # Grants sized for the old capacity may be all of the new one.
             self.maintenance.grants.revoke()
@@ -234,8 +244,13 @@ class FileSystemTier(Tier):
         return self._volume
 
     def counts(self) -> Mapping[tuple[str, str], int]:
-        """What was announced, and which announcements of others were lost."""
-        return self._announcements.counts()
+        """What was announced, which announcements of others were lost, and what was removed for
+        tenants' shares or because it had expired."""
+        return {**self._announcements.counts(), **self._tenants.counts()}
+
+    def tenants(self) -> Mapping[bytes, int]:
+        """Bytes of each tenant that has objects in the index."""
+        return self._index.tenants()
 
     def touch(self, ref: ObjectRef, previous: bytes = b"") -> None:
         """Makes the object the most recently used."""
@@ -281,6 +296,11 @@ class FileSystemTier(Tier):
             raise
         except OSError as error:
             raise self._read_error(ref, path, error) from error
+        self._index.learn(ref.namespace, ref.key, ObjectFacts(meta.tenant, meta.expires_at))
+        if 0 < meta.expires_at <= self._wall():
+            with contextlib.suppress(TierError):
+                self.delete(ref)
+            raise TierExpiredError(f"{path} has expired")
         self._index.touch(ref.namespace, ref.key, meta.previous)
         if self._wall() - modified > TOUCH_SECONDS:
             with contextlib.suppress(OSError):
@@ -331,19 +351,21 @@ class FileSystemTier(Tier):
             write = self._files.writer(ref, payload, meta, self._limits.sync_data)
         except ValueError as error:
             raise TierUnavailableError(f"{self._path(ref)}: {error}") from error
-        self._index.reserve(size)
-        try:
-            if replaces:
-                self._replace_file(self._path(ref), size, write)
-            else:
-                self._publish(self._path(ref), size, write)
-        except TierError:
-            self._index.release(size)
-            raise
-        except OSError as error:
-            self._index.release(size)
-            raise self._write_error(error) from error
-        is_new = self._index.publish(ref.namespace, ref.key, size, meta.previous)
+        with self._tenants.claimed(ref, meta, size):
+            self._index.reserve(size)
+            try:
+                if replaces:
+                    self._replace_file(self._path(ref), size, write)
+                else:
+                    self._publish(self._path(ref), size, write)
+            except TierError:
+                self._index.release(size)
+                raise
+            except OSError as error:
+                self._index.release(size)
+                raise self._write_error(error) from error
+            facts = ObjectFacts(meta.tenant, meta.expires_at)
+            is_new = self._index.publish(ref.namespace, ref.key, size, meta.previous, facts)
         self._announcements.published(ref.namespace, ref.key, size, meta.previous)
         if self._unusable.discard(ref) or is_new:
             self._on_change(ref.namespace, ref.key, True)
@@ -464,6 +486,7 @@ class FileSystemTier(Tier):
         if self.maintenance.janitor is not None and not self.maintenance.verifying:
             self.saver.save_due()
         self._report_unindexed()
+        self._tenants.maintain(self.maintenance.janitor is not None)
         self._volume = volume_bytes(self._root) or self._volume
         self._announce(self._unusable.take_expired())
         if self._probe_direct_again:
@@ -519,6 +542,10 @@ class FileSystemTier(Tier):
         self._described.add(namespace)
 
     # Helpers.
+
+    def _drop_unread(self, namespace: str, key: bytes) -> None:
+        """Removes the file of an object that is no longer needed."""
+        self.delete(ObjectRef(namespace, key))
 
     def _changed(self, namespace: str, key: bytes, present: bool) -> None:
         self._unusable.discard(ObjectRef(namespace, key))

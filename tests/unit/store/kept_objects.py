@@ -1,0 +1,76 @@
+"""What must always hold in a store about tenants, pins and objects that expire."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from kvtier.store.store import TierStore
+from kvtier.store.types import NO_OWNER, Owner
+from kvtier.tenants import UNLIMITED
+
+A, B, C = (letter * 8 for letter in (b"a", b"b", b"c"))
+OWNERS = (
+    NO_OWNER,
+    Owner(A),
+    Owner(A),
+    Owner(B),
+    Owner(B, retain_seconds=30),
+    Owner(C, pin=True),
+    Owner(A, pin=True, ttl_seconds=20),
+    Owner(retain_seconds=600, pin=True),
+    Owner(C, ttl_seconds=3),
+)
+LATE_SECONDS = 1.2
+"""An object that has expired is gone at the latest after that, if nothing uses it."""
+
+
+def check_kept_objects(store: TierStore, now: float) -> None:
+    """Checks a store after ``pump``."""
+    check_accounts(store)
+    check_shares(store)
+    check_pins(store)
+    for entry in store._resident.entries():
+        late = entry.expires_at and entry.expires_at + LATE_SECONDS < now
+        if late and not store._context.fenced:
+            assert entry.pins or entry.evicting, "an expired object is still in RAM"
+
+
+def check_accounts(store: TierStore) -> None:
+    """Each tenant's account is what it has in RAM, and on the way there."""
+    held: Counter[bytes] = Counter()
+    for entry in store._resident.entries():
+        if not entry.evicting:
+            held[entry.tenant] += entry.slot_bytes
+    for reservation in store._reservations._open.values():
+        held[reservation.tenant] += reservation.slot.segment.kind.slot_bytes
+    for read in store._promotions._reads._reads.values():
+        held[read.tenant] += read.geometry.kind.slot_bytes
+    held.pop(b"", None)
+    accounts = store._resident.accounts
+    assert accounts.held == dict(held)
+    assert set(accounts.over) == {t for t, size in held.items() if size > accounts.limit_bytes}
+
+
+def check_shares(store: TierStore) -> None:
+    """A tenant above its share has nothing that could be evicted."""
+    if store._context.fenced or store._allocator.busy:
+        return
+    for tenant in store._resident.accounts.over:
+        assert store._allocator._next_of(tenant) is None, "a tenant is above its share"
+
+
+def check_pins(store: TierStore) -> None:
+    """Requests have pinned no more than allowed, and what they have pinned is in RAM."""
+    lifetimes, accounts = store._lifetimes, store._resident.accounts
+    pinned: Counter[bytes] = Counter()
+    for entry in store._resident.entries():
+        if entry.pinned_until:
+            assert not entry.evicting, "a pinned object is being evicted"
+            assert entry.due_at, "a pin never ends"
+            pinned[entry.tenant] += entry.slot_bytes
+    assert lifetimes.pinned_by == dict(pinned)
+    percent = lifetimes._max_pinned_percent
+    assert sum(pinned.values()) <= store._pool_bytes * percent // 100
+    if accounts.limit_bytes != UNLIMITED:
+        for tenant, size in pinned.items():
+            assert not tenant or size <= accounts.limit_bytes * percent // 100
