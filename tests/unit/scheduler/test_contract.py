@@ -48,7 +48,7 @@ SINCE = {
     "Request.kv_hints": "0.31.0",
 }
 """The first release with a hook or a name that KVTier can do without."""
-NO_HOOKS = {"add", "add_all", "observe_loads"}
+NO_HOOKS = {"add", "add_all", "observe", "set_gauge"}
 """Methods of KVTier's statistics that only KVTier calls."""
 UNUSED = {
     "bind_kv_cache_manager": "blocks are referenced in the block pool",

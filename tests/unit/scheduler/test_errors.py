@@ -65,8 +65,10 @@ class _Hooks:
     def build_connector_meta(self, output: Any) -> Any:
         return self._call("build_connector_meta", output)
 
-    def update_connector_output(self, report: Any) -> None:
-        output = SimpleNamespace(kv_connector_worker_meta=report)
+    def update_connector_output(self, report: Any, *, recomputes: bool = False) -> None:
+        output = SimpleNamespace(
+            kv_connector_worker_meta=report, invalid_block_ids={1} if recomputes else set()
+        )
         self._call("update_connector_output", output)
 
     def request_finished(self, request: Any, tables: Any) -> None:
@@ -102,6 +104,7 @@ class _Run:
         self.testbed.report(
             loads=[LoadResult(job.load, job.request_id, 0, "gone") for job in metadata.loads],
             done={job.reservation: 1 for job in metadata.stores},
+            recomputes=bool(metadata.loads),
         )
 
     def scenario(self) -> None:

@@ -245,6 +245,7 @@ def vllm_config() -> object:
     """The parts of vLLM's configuration that a worker reads."""
     return _Namespace(
         parallel_config=_Namespace(rank=0),
+        cache_config=_Namespace(),
         compilation_config=_Namespace(static_forward_context={}),
         kv_transfer_config=_Namespace(engine_id="engine-a"),
     )

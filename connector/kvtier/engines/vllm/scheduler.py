@@ -430,11 +430,11 @@ class KVTierConnectorScheduler:
 
         ``recomputes``: vLLM has turned requests back to before blocks that could not be loaded.
         """
-        if recomputes:
-            self._drop_turned_back()
-        if not isinstance(report, WorkerReport):
-            return
         try:
+            if recomputes:
+                self._drop_turned_back()
+            if not isinstance(report, WorkerReport):
+                return
             self._begin_hook()
             self._take_weights(report)
             self.stores.worker_epoch = report.attached_epoch
@@ -445,7 +445,8 @@ class KVTierConnectorScheduler:
             self.stores.on_step_executed(report.step, self._final_chunks)
         finally:
             # Each end is reported once: what it holds would be held until the engine ends.
-            self._take_ends(report)
+            if isinstance(report, WorkerReport):
+                self._take_ends(report)
 
     def _take_ends(self, report: WorkerReport) -> None:
         """Takes every end of a load and of a store, whatever one of them raises."""
