@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,15 @@ NODE_FILES = frozenset(
     )
 )
 """Where tests have a node that runs pods."""
+
+
+@pytest.fixture(autouse=True)
+def _logs_of_kvtier() -> Iterator[None]:
+    """The plugin gives vLLM's handlers to the logger, which later tests would not read then."""
+    logger = logging.getLogger("kvtier")
+    before = logger.propagate, logger.level, list(logger.handlers)
+    yield
+    logger.propagate, logger.level, logger.handlers[:] = before
 
 
 @pytest.hookimpl(trylast=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from typing import Any
 
 import pytest
@@ -121,9 +120,8 @@ def test_two_connectors_of_one_kind_share_a_metric(monkeypatch: pytest.MonkeyPat
 
 
 def test_statistics_that_raise_hurt_neither_the_engine_nor_the_others(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("kvtier"), "propagate", True)
     statistics._logged.clear()
     broken = stats()
     broken.children["broken"] = BrokenStats()

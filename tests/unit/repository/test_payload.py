@@ -29,6 +29,7 @@ MODULES = {
     "prefix_order",
     "processes",
     "store",
+    "tenants",
     "tierd",
     "tiers",
     "transfer",
