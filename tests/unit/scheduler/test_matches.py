@@ -14,6 +14,7 @@ from tests.unit.scheduler.scheduler_testbed import (
 
 from kvtier.engines.vllm.metrics import KVTierStats
 from kvtier.store.generations import unpack_location
+from kvtier.tierd.replication import Replica
 from kvtier.tierd.wire import Load, LoadReleased, Promote
 
 
@@ -93,11 +94,13 @@ def test_the_minimum_can_change_while_the_engine_runs() -> None:
     assert testbed.ask(request) == 0
 
 
-def test_repeated_lookups_use_the_cached_match(testbed: SchedulerTestbed) -> None:
+def test_repeated_lookups_use_the_cached_match(
+    testbed: SchedulerTestbed, monkeypatch: pytest.MonkeyPatch
+) -> None:
     request = testbed.request(300)
     testbed.hold(request.keys(0, 4))
     first = testbed.ask(request)
-    testbed.scheduler.session.replica.get_value = None  # type: ignore[assignment]
+    monkeypatch.setattr(Replica, "get_value", None)
     assert [testbed.ask(request) for _ in range(50)] == [first] * 50
 
 

@@ -230,7 +230,8 @@ class Index:
         with self._lock:
             if self._count >= self._max_objects or self._find(namespace, key):
                 return False
-            self._enter(namespace, key, size_bytes, previous, often=often, facts=facts)
+            node = self._enter(namespace, key, size_bytes, previous, often=often)
+            self._learn(node, facts)
             return True
 
     # Tenants, and objects that expire.
@@ -309,8 +310,7 @@ class Index:
         with self._lock:
             node = self._find(namespace, key)
             if node and not self._known[node]:
-                self._unknown -= 1
-                self._set_facts(node, facts)
+                self._learn(node, facts)
 
     def expired(self, now: float, at_most: int) -> list[tuple[str, bytes]]:
         """Objects that have expired at ``now`` (seconds since the epoch)."""
@@ -323,6 +323,12 @@ class Index:
             if len(found) >= at_most:
                 return found[:at_most]
         return found
+
+    def _learn(self, node: int, facts: ObjectFacts | None) -> None:
+        """Needs the lock. Takes the facts of an object, if there are any."""
+        if facts is not None:
+            self._unknown -= not self._known[node]
+            self._set_facts(node, facts)
 
     def _set_facts(self, node: int, facts: ObjectFacts) -> None:
         """Needs the lock. The node is present."""
@@ -432,7 +438,7 @@ class Index:
             else:
                 while self._count >= self._max_objects:
                     displaced.append(self._displace())
-                self._enter(namespace, key, size_bytes, previous, facts=facts)
+                self._learn(self._enter(namespace, key, size_bytes, previous), facts)
         for displaced_namespace, displaced_key in displaced:
             self._on_displaced(displaced_namespace, displaced_key)
         return not node
@@ -608,8 +614,8 @@ class Index:
         *,
         oldest: bool = False,
         often: bool = False,
-        facts: ObjectFacts | None = None,
     ) -> int:
+        """Needs the lock. Adds an object, whose facts are not known, and returns its node."""
         if namespace not in self._namespaces:
             self._next_namespace += 1
             prefix = self._next_namespace.to_bytes(_NAMESPACE_BYTES, "big")
@@ -623,10 +629,7 @@ class Index:
         self._seen_by[node] = self._scan
         self._units[node] = 0
         self._known[node] = 0
-        if facts is not None:
-            self._set_facts(node, facts)
-        else:
-            self._unknown += 1
+        self._unknown += 1
         self._resize(node, size_bytes)
         self._count += 1
         self._counts[namespace] = self._counts.get(namespace, 0) + 1
