@@ -63,6 +63,11 @@ class SlotAllocator:
 
     # Slots for reads.
 
+    @property
+    def pool(self) -> SlotPool:
+        """The slots that are handed out."""
+        return self._pool
+
     def spare(self, kind: SlotClass) -> int:
         """How many more reads of this class could get a slot, evictions included."""
         requests = self._requests.get(kind.slot_bytes)

@@ -128,7 +128,7 @@ class TierStore:
         self._allocator = SlotAllocator(context, pool, resident, index, self._engines)
         lifetimes.on_expired(self._allocator.expire)
         reads = TierReads(
-            context, pool, resident, self._tiers, self._allocator, lifetimes, recovery.read_log
+            context, resident, self._tiers, self._allocator, lifetimes, recovery.read_log
         )
         self._writes = WriteThrough(context, resident, self._tiers, write_bytes)
         self._checksummer = Checksummer(context, resident, self._writes, checksum_bytes)

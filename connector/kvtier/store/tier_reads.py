@@ -20,7 +20,6 @@ from kvtier.store.lifetimes import Lifetimes
 from kvtier.store.memory_tier import ResidentObjects
 from kvtier.store.operations import KeyWaiter, Read
 from kvtier.store.secondary_tier import SecondaryTiers, reason_of
-from kvtier.store.slot_pool import SlotPool
 from kvtier.store.slot_table import ReadLog
 from kvtier.store.state import Entry, ObjectGeometry, Slot, SlotRequest, SlotState
 from kvtier.store.tier_group import SecondaryTier
@@ -44,7 +43,6 @@ class TierReads:
     def __init__(
         self,
         context: StoreContext,
-        pool: SlotPool,
         resident: ResidentObjects,
         tiers: SecondaryTiers,
         allocator: SlotAllocator,
@@ -52,7 +50,7 @@ class TierReads:
         log: ReadLog | None,
     ) -> None:
         self._context = context
-        self._pool = pool
+        self._pool = allocator.pool
         self._resident = resident
         self._tiers = tiers
         self._allocator = allocator
