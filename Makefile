@@ -30,7 +30,7 @@ cluster: install ## keep a Kubernetes cluster on this machine to try KVTier on (
 test: install ## run lint, then every test, including the real engine and the real API server
 	@tools/debian-packages
 	@$(MAKE) --no-print-directory lint
-	@$(PYTHON) -m pytest --numprocesses 2 --max-worker-restart 0
+	@$(PYTHON) -m pytest --numprocesses 3 --max-worker-restart 0
 
 test-fast: install ## run the tests of pure functions and single modules (below 3 minutes)
 	@$(PYTHON) -m pytest --numprocesses 2 -m "not engine and not cluster and not slow" tests/unit

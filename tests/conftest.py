@@ -73,18 +73,24 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Split the tests into two processes: engines and the node, which compute, and all others.
+    """Split the tests into scopes, each of which runs in one process at a time.
 
-    So only one node runs at a time, and engines of different tests do not compete for cores.
+    The tests with a node are one, because two nodes cannot run on one machine. Each file of engine
+    tests is one of its own, which the process that is free first takes. The API server's tests are
+    one, because they share it, and so are all others.
     """
     from xdist.scheduler import LoadScopeScheduling
 
-    class Halves(LoadScopeScheduling):
+    class Scopes(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return "engines" if file in NODE_FILES or file.startswith("tests/engine/") else "others"
+            if file in NODE_FILES:
+                return "nodes"
+            if file.startswith("tests/engine/"):
+                return file
+            return "cluster" if file.startswith("tests/cluster/") else "others"
 
-    return Halves(config, log)
+    return Scopes(config, log)
 
 
 def _directory(item: pytest.Item) -> str:
