@@ -29,7 +29,7 @@ def held() -> dict[str, list[Any]]:
 
     (session,) = _sessions
     found: dict[str, list[Any]] = {"ram": [], "disk": []}
-    for key in list(session.replica._values):
+    for key in {key for key, _ in session.replica.items()}:
         name = maybe_convert_block_hash(BlockHash(key[1:]))
         for index, tier in enumerate(("ram", "disk")):
             if session.replica.get(key) >> index & 1:

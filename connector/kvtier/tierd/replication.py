@@ -307,6 +307,12 @@ class Replica:
         """Slot and generation of ``key`` (``generations.pack_location``); 0: not in RAM."""
         return self.get_value(key) >> LOCATION_SHIFT
 
+    def items(self) -> Iterator[tuple[bytes, int]]:
+        """Keys and their bits, usable or not. A key that moves meanwhile may occur twice."""
+        yield from ((key, bits) for part in self._elsewhere.parts() for key, bits in part)
+        for in_ram in self._in_ram:
+            yield from ((key, value & ALL_BITS) for key, value in list(in_ram.items()))
+
     def clear(self) -> None:
         """Empties the replica after the loss of tierd. The next session counts from 1."""
         self._empty()

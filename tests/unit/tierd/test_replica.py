@@ -27,8 +27,10 @@ def test_deltas_set_and_clear_single_bits() -> None:
     replica.apply(Delta(sequence=1, snapshot=True, added=placed(((b"a", 1), (b"b", 2)))))
     replica.apply(Delta(sequence=2, added=placed(((b"a", 2),)), removed=((b"b", 2),)))
     assert (replica.get(b"a"), replica.get(b"b"), replica.get(b"c")) == (3, 0, 0)
+    assert dict(replica.items()) == {b"a": 3}
     replica.apply(Delta(sequence=3, removed=((b"a", 1),)))
     assert replica.get(b"a") == 2
+    assert dict(replica.items()) == {b"a": 2}
     assert len(replica) == 1
 
 
