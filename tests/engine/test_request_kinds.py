@@ -33,6 +33,9 @@ SERVED = {
     "images": 2 * IMAGE_PROMPT,
 }
 """Tokens that a reload brings at least: all whole chunks of the prompts."""
+QUEUED = ("structured-output",)
+"""Kinds that wait for something else (a grammar), while their prefix may be prefetched into RAM.
+RAM is empty after the restart, so what is there comes from files."""
 SKIPPED = {
     "prompt-log-probabilities": "not_read",
     "prompt-embeddings": "prompt_embeds",
@@ -82,7 +85,8 @@ def test_what_can_be_reloaded_is(results: dict[str, Any], kind: str) -> None:
     from_ram = results["generation, RAM"][kind]
     from_files = results["generation, restarted"][kind]
     assert from_ram["loaded"].get("ram", 0) >= SERVED[kind]
-    assert from_files["loaded"].get("disk", 0) >= PROMPT
+    if kind not in QUEUED:
+        assert from_files["loaded"].get("disk", 0) >= PROMPT
     assert sum(from_files["loaded"].values()) >= SERVED[kind]
     assert from_ram["skipped"] == from_files["skipped"] == {}
 
