@@ -128,12 +128,12 @@ class Child:
 
 
 def _plain(options: dict[str, Any], wanted: list[list[int]], _: dict[str, Any]) -> dict[str, Any]:
-    engine = hybrid_run._Engine(options)
+    engine = hybrid_run.SequentialEngine(options)
     return {"plain": engine.pass_over(wanted)}
 
 
 def _first(options: dict[str, Any], wanted: list[list[int]], _: dict[str, Any]) -> dict[str, Any]:
-    engine = hybrid_run._Engine(options)
+    engine = hybrid_run.SequentialEngine(options)
     engine.wait("not attached", engine.attached)
     result = {"first": engine.pass_over(wanted)}
     engine.wait("not stored", engine.stored)
@@ -151,7 +151,7 @@ def _first(options: dict[str, Any], wanted: list[list[int]], _: dict[str, Any]) 
 def _restarted(
     options: dict[str, Any], wanted: list[list[int]], first: dict[str, Any]
 ) -> dict[str, Any]:
-    engine = hybrid_run._Engine(options)
+    engine = hybrid_run.SequentialEngine(options)
     engine.wait("not attached after the restart", engine.attached)
     replica = hybrid_run.replica_of(engine)
     engine.wait("files not found", lambda: len(replica) >= first["objects"])
@@ -252,7 +252,7 @@ class Run:
         def compute(
             options: dict[str, Any], wanted: list[list[int]], _: dict[str, Any]
         ) -> dict[str, Any]:
-            engine = hybrid_run._Engine(options)
+            engine = hybrid_run.SequentialEngine(options)
             if engine.driver.scheduler.connector is not None:
                 engine.wait("not attached", engine.attached)
             answers = ranks_updates.run(engine, wanted[0], *self.models)
@@ -270,7 +270,7 @@ class Run:
         def compute(
             options: dict[str, Any], wanted: list[list[int]], _: dict[str, Any]
         ) -> dict[str, Any]:
-            engine = hybrid_run._Engine(options)
+            engine = hybrid_run.SequentialEngine(options)
             engine.wait("not attached", engine.attached)
             result: dict[str, Any] = ranks_faults.run(engine, wanted[0])
             return {**result, "objects": len(engine.scheduler.session.replica)}
