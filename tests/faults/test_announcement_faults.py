@@ -13,13 +13,19 @@ from kvtier.scorecard import announcement_faults, runner
 from kvtier.scorecard.file_systems import KINDS, NFS_VARIABLE
 from kvtier.scorecard.runner import ScorecardOptions, ScorecardRow
 
+SLACK_SECONDS = 20.0
+"""The machine may be busy. What is slow by fault is longer."""
+
 
 def run(options: ScorecardOptions) -> list[ScorecardRow]:
     return list(runner.run_faults(options))
 
 
 def test_damaged_logs_cost_misses_and_are_counted(tmp_path: Path) -> None:
-    (row,) = run(ScorecardOptions(tmp_path, ("announcements-corrupt",), seconds=1.5))
+    options = ScorecardOptions(
+        tmp_path, ("announcements-corrupt",), seconds=1.5, slack_seconds=SLACK_SECONDS
+    )
+    (row,) = run(options)
     assert row.verdict == "pass", row
     assert row.wrong_bytes == 0
     assert row.loaded > 0
@@ -57,5 +63,5 @@ def test_kinds_are_checked(tmp_path: Path) -> None:
 def test_a_wrong_byte_fails_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = announcement_faults.Measurements(wrong=1, recovery_seconds=1.0)
     monkeypatch.setattr(announcement_faults, "run", lambda *_: found)
-    (row,) = run(ScorecardOptions(tmp_path, ("readers-32",)))
+    (row,) = run(ScorecardOptions(tmp_path, ("readers-32",), slack_seconds=SLACK_SECONDS))
     assert (row.verdict, row.reason) == ("fail", "1 loads returned wrong bytes")
