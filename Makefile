@@ -3,7 +3,7 @@
 PYTHON := .venv/bin/python
 BENCHMARKS := $(filter-out benchmarks/common.py,$(sort $(wildcard benchmarks/*.py)))
 
-.PHONY: help install demo demo-cluster cluster test test-fast test-unit test-engine test-cluster lint format images figures docs pictures generate bench constraints clean
+.PHONY: help install demo demo-cluster cluster test test-fast test-unit test-engine test-ranks test-cluster lint format images figures docs pictures generate bench constraints clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -27,10 +27,10 @@ cluster: install ## keep a Kubernetes cluster on this machine to try KVTier on (
 	@tools/debian-packages
 	@$(PYTHON) tests/cluster/local_cluster.py start
 
-test: install ## run lint, then every test, including the real engine and the real API server
+test: install ## run lint, then every test but test-ranks, with the real engine and the real API server
 	@tools/debian-packages
 	@$(MAKE) --no-print-directory lint
-	@$(PYTHON) -m pytest --numprocesses 3 --max-worker-restart 0
+	@$(PYTHON) -m pytest --numprocesses 3 --max-worker-restart 0 --ignore tests/engine/test_ranks.py
 
 test-fast: install ## run the tests of pure functions and single modules (below 3 minutes)
 	@$(PYTHON) -m pytest --numprocesses 2 -m "not engine and not cluster and not slow" tests/unit
@@ -40,6 +40,9 @@ test-unit: install ## run the tests that need neither engine nor cluster
 
 test-engine: install ## run the tests with a real vLLM
 	@$(PYTHON) -m pytest -m engine
+
+test-ranks: install ## run the tests of engines with up to 8 ranks (5 to 10 minutes)
+	@$(PYTHON) -m pytest tests/engine/test_ranks.py
 
 test-cluster: install ## run the tests with a real Kubernetes API server
 	@$(PYTHON) -m pytest -m cluster
