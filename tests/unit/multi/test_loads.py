@@ -98,7 +98,9 @@ def test_a_child_that_answers_not_yet_delays_no_request_that_another_can_load(
     world.drain()
 
 
-def test_not_yet_is_waited_for_within_a_limit_if_nobody_else_has_anything(directory: Path) -> None:
+def test_not_yet_is_waited_for_within_a_limit_if_no_other_child_has_anything(
+    directory: Path,
+) -> None:
     world = world_of(directory, a=script(), b=script())
     fill(world, a=5)
     world.scripts["a"].not_yet = 1.0

@@ -188,7 +188,7 @@ def test_a_key_that_was_absent_is_not_asked_for_again_at_once() -> None:
     assert len(fixture.shared.probed) == 2
 
 
-def test_lookups_that_hang_are_bounded_and_hold_nobody_up() -> None:
+def test_lookups_that_hang_are_bounded_and_delay_no_other() -> None:
     fixture = LookupFixture()
     for chunk in range(MAX_CALLS + 5):
         fixture.look_up(chunk)

@@ -62,7 +62,7 @@ def test_runs_of_impossible_lengths_name_the_items_that_there_are(count: int) ->
 
 
 @pytest.mark.parametrize("tenant", [b"short", b"x" * 9, bytes(8), OTHERS])
-def test_an_impossible_tenant_is_nobody_and_counted(tenant: bytes) -> None:
+def test_an_impossible_tenant_is_no_tenant_and_counted(tenant: bytes) -> None:
     tierd = Tierd()
     tierd.reserve(range(2), (2, Owner(tenant)))
     assert tierd.fixture.store.tenants() == {}

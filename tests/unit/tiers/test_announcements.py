@@ -539,7 +539,7 @@ def test_the_log_of_a_dead_writer_is_removed_with_its_directory(hosts: Hosts) ->
     assert not hosts.lost(first)
 
 
-def test_nobody_announces_under_a_janitor_that_sets_no_bytes_aside(hosts: Hosts) -> None:
+def test_no_writer_announces_under_a_janitor_that_sets_no_bytes_aside(hosts: Hosts) -> None:
     first, second = hosts.make(), hosts.make()
     hosts.settle()
     hosts.store(second, 1)

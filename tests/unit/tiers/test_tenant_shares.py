@@ -183,7 +183,7 @@ def test_a_release_that_does_not_know_expiry_takes_the_object_for_a_later_one(
         assert path_of(tmp_path, ref).exists()
 
 
-def test_damaged_and_planted_headers_belong_to_nobody_and_stop_nothing(tmp_path: Path) -> None:
+def test_damaged_and_planted_headers_belong_to_no_tenant_and_stop_nothing(tmp_path: Path) -> None:
     with opened(tmp_path) as tier:
         refs = put(tier, range(4), A)
     damaged = path_of(tmp_path, refs[0])
@@ -198,7 +198,7 @@ def test_damaged_and_planted_headers_belong_to_nobody_and_stop_nothing(tmp_path:
         assert tier.tenants()[A] == 2 * SIZE
 
 
-def test_the_capacity_holds_with_tenants_and_nobody_else_pays_for_one(tmp_path: Path) -> None:
+def test_the_capacity_holds_with_tenants_and_no_other_pays_for_one(tmp_path: Path) -> None:
     with opened(tmp_path, 40) as tier:
         put(tier, range(1_000, 1_020), B)
         for start in range(0, 120, 4):

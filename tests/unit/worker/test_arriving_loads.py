@@ -43,7 +43,7 @@ def test_keys_are_copied_as_they_arrive_and_the_load_is_reported_once(
     assert (taken.recving, taken.invalid_blocks) == ({"request-7"}, set())
 
 
-def test_the_last_key_ends_the_load_even_if_nobody_says_that_it_is_the_last(
+def test_the_last_key_ends_the_load_even_if_no_message_says_that_it_is_the_last(
     rank_testbed: RankTestbed,
 ) -> None:
     rank_testbed.add(arriving(rank_testbed, 1))

@@ -197,7 +197,7 @@ def _check_failed(engine: _Engine) -> None:
     engine.testbed.worker.shutdown()
 
 
-def test_a_fingerprint_that_cannot_be_begun_is_not_that_of_before(
+def test_a_fingerprint_that_cannot_be_started_is_not_that_of_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else objects of other weights would be loaded."""

@@ -295,6 +295,8 @@ class SchedulerStores:
         while self._references and self._references[0][0] <= step:
             _, found = self._references.popleft()
             state, chunk = found.state, found.chunk
+            # Also when this raises, the blocks go back. The hook that called counts and logs it.
+            stale = True
             try:
                 keys = state.group_keys(found.group, self._planner.hashes_per_chunk)
                 stale = (
@@ -302,11 +304,10 @@ class SchedulerStores:
                     or chunk >= min(storable(state), len(keys))
                     or self._is_stored(keys[chunk])
                 )
-            except Exception:
-                self._free(found.blocks)
-                raise
+            finally:
+                if stale:
+                    self._free(found.blocks)
             if stale:
-                self._free(found.blocks)
                 continue
             self._store(_ChunkBlocks(found.group, keys[chunk], b"", state, found.ids, found.blocks))
 
@@ -375,15 +376,18 @@ class SchedulerStores:
     def _store(self, chunk: _ChunkBlocks) -> None:
         """Plans the store of a chunk whose blocks are referenced, or holds it until there is a
         slot."""
+        taken = False
         try:
             planned = self._session.credits[chunk.group] and not self._store_blocked_reason()
             if planned:
                 self._add_planned(chunk)
             else:
                 self._held.append(_HeldChunk(chunk, self._clock() + HELD_SECONDS))
-        except Exception:
-            self._free(chunk.blocks)
-            raise
+            taken = True
+        finally:
+            # If this raises, the blocks go back. The hook that called counts and logs it.
+            if not taken:
+                self._free(chunk.blocks)
         chunk.state.stores_in_flight += 1
         self._keys.add(chunk.key)
 

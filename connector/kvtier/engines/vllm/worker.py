@@ -117,7 +117,7 @@ class KVTierConnectorWorker:
         self._fingerprint_due = False
         self._pending_weights: weights.PendingFingerprint | None = None
         """The fingerprint at ``_identity`` while the device computes it."""
-        self._begun: StepMetadata | None = None
+        self._started_metadata: StepMetadata | None = None
         self._off_reason = "no KV cache is registered"
         self._metadata: StepMetadata | None = None
         self._stores_submitted: StepMetadata | None = None
@@ -250,9 +250,9 @@ class KVTierConnectorWorker:
         before the fingerprint is known raises the number again. Loads of the step are submitted
         first. Idempotent.
         """
-        if not isinstance(metadata, StepMetadata) or metadata is self._begun:
+        if not isinstance(metadata, StepMetadata) or metadata is self._started_metadata:
             return
-        self._begun = metadata
+        self._started_metadata = metadata
         changed = metadata.identity > self._identity
         try:
             if self._thread is not None:
@@ -389,7 +389,12 @@ class KVTierConnectorWorker:
             self._thread.poll(metadata.pinned_loads, EARLY_BYTES if metadata.idle else 0)
 
     def _guarded(self, call: Callable[[], None]) -> None:
-        """Calls ``call``. What has ended is reported whether or not it raises."""
+        """Calls ``call``. What has ended is reported whether or not it raises.
+
+        What is expected to fail (a copy, the device, tierd, an invalid address) is a
+        ``KVTierError`` that the transfers turn into a reason of the load or store. What arrives
+        here is a fault of the code or of the device's library. vLLM would end the engine for it.
+        """
         try:
             call()
         except Exception:
