@@ -111,7 +111,7 @@ def test_the_json_has_the_schema_of_grafana(board: Board) -> None:
     models = pytest.importorskip(
         "grafana_foundation_sdk.models.dashboard", reason="run: make install"
     )
-    plugins = pytest.importorskip("grafana_foundation_sdk.cog.plugins")
+    plugins = pytest.importorskip("grafana_foundation_sdk.cog.plugins", reason="run: make install")
     plugins.register_default_plugins()
     from grafana_foundation_sdk.cog.encoder import JSONEncoder
 

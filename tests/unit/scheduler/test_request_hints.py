@@ -67,7 +67,9 @@ def test_every_hint_is_read_from_the_parameters_and_from_the_envelope() -> None:
 
 
 def test_the_envelope_of_vllm_is_read() -> None:
-    protocol = pytest.importorskip("vllm.v1.kv_hints.protocol")
+    protocol = pytest.importorskip(
+        "vllm.v1.kv_hints.protocol", reason="this vLLM has no envelope for hints"
+    )
     action = protocol.KvHintAction("a", "kvtier", "1", ALL)
     other = protocol.KvHintAction("b", "kvcr.retain", "7", {"skip_load": 3})
     assert _read(_request(hints=protocol.KvHintsEnvelope("1", "m", [other, action]))) == (READ, {})
