@@ -103,7 +103,6 @@ class ScanReport:
     """What a scan found besides objects."""
 
     temporaries: int = 0
-    temporaries_removed: int = 0
     temporaries_kept_bytes: int = 0
     other_bytes: int = 0
     ignored: int = 0
@@ -209,7 +208,6 @@ class _BucketReader:
                 and is_abandoned(entry.name, self._now - status.st_mtime)
                 and _unlinked(entry.path)
             ):
-                report.temporaries_removed += 1
                 return 0
             report.temporaries += 1
             report.temporaries_kept_bytes += status.st_size
