@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvtier.errors import TierCorruptError, TierMissError, TierNoSpaceError, TierUnavailableError
-from kvtier.tiers.base import ObjectMeta, ObjectRef, Tier, TierWrapper
+from kvtier.tiers.base import ForwardingTier, ObjectMeta, ObjectRef, Tier
 from kvtier.tiers.filesystem.io import tier_error
 
 OPERATIONS = ("read", "write", "probe", "delete", "check", "maintain")
@@ -52,7 +52,7 @@ _ERRORS: dict[str, Callable[[str], Exception]] = {
 KINDS = ("latency", "hang", "errno", *_ERRORS)
 
 
-class FaultyTier(TierWrapper):
+class FaultyTier(ForwardingTier):
     """``inner`` with a fault. ``calls`` counts operations by name, ``hanging`` those that hang.
 
     Only ``OPERATIONS`` are faulty: ``open`` is not, because a daemon under test has to start.

@@ -235,7 +235,7 @@ class Tier(ABC):
         """Writes, reads, compares and deletes a small object. Raises a ``TierError`` on failure."""
 
 
-class TierWrapper(Tier):
+class ForwardingTier(Tier):
     """A tier that passes every call on to ``inner``. Subclasses change some of them."""
 
     def __init__(self, inner: Tier) -> None:

@@ -25,6 +25,7 @@ from hashlib import blake2b
 
 from kvtier.errors import TierError, TierMissError
 from kvtier.tiers.base import (
+    ForwardingTier,
     ObjectMeta,
     ObjectRef,
     OnChange,
@@ -32,7 +33,6 @@ from kvtier.tiers.base import (
     TierCapabilities,
     TierLimits,
     TierUsage,
-    TierWrapper,
 )
 
 MAX_REMEMBERED = 32_768
@@ -63,7 +63,7 @@ class _Predecessors:
         return None if before is None and previous else found
 
 
-class _Volume(TierWrapper):
+class _Volume(ForwardingTier):
     """One volume. Passes calls on, with the predecessors that it holds."""
 
     def __init__(self, inner: Tier, position: int, predecessors: _Predecessors) -> None:
