@@ -11,13 +11,13 @@ import dataclasses
 import json
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import vllm.config
+from tests.support.vllm_settings import PLANNER, SEED, HfConfig, World, instance, make_world
 from tests.unit.scheduler.scheduler_testbed import topology
 from tools.vllm_contract import CONFIGS, at, config_fields, load
 
@@ -28,12 +28,10 @@ from kvtier.engines.vllm.identity_fields import CONFIG_FIELDS, ConfigFields, ada
 from kvtier.namespace import canonical_json
 from kvtier.planner import GroupKind, KVCacheGroup, Planner, UnsupportedGeometryError
 
-SEED = "ab" * 32
 TABLE = load()
-PLANNER = Planner.build([KVCacheGroup(GroupKind.FULL, 32, "FullAttentionSpec")], 64, 32)
 PROVEN_BY_OTHERS = {
-    identity_fields._WEIGHTS: "tests/unit/worker/test_weights.py, test_model_digests",
-    identity_fields._LAYOUT: "tests/unit/transfer/test_codec.py",
+    identity_fields._WEIGHTS: "tests/unit/worker/test_weights.py",
+    identity_fields._LAYOUT: "tests/unit/transfer",
     identity_fields._GROUPS: "test_groups_and_ranks_are_part_of_the_identity",
     "its own table": "this file",
     "its own table; the settings are part of the keys of adapters": "this file",
@@ -44,84 +42,10 @@ PROVEN_BY_OTHERS = {
 """Fields that the scheduler's part of the identity cannot show, by their text."""
 
 
-class _Hf:
-    """A HF configuration."""
-
-    def __init__(self, **values: Any) -> None:
-        self.__dict__.update(values)
-
-    def to_dict(self) -> dict[str, Any]:
-        return dict(self.__dict__)
-
-
-def _instance(name: str, **values: Any) -> Any:
-    """An object of a class of vLLM with default values, which its constructor has not seen."""
-    made = object.__new__(getattr(vllm.config, name))
-    for each in dataclasses.fields(made):
-        made.__dict__[each.name] = identity_fields._default(each)
-    made.__dict__.update(values)
-    return made
-
-
-@dataclass
-class _World:
-    """A configuration of vLLM, and what it is part of."""
-
-    directory: Path
-    planner: Planner = PLANNER
-    seed: str = SEED
-    config: Any = None
-    reasons: list[str] = field(default_factory=list)
-
-    def part(self, name: str) -> Any:
-        return identity_fields._follow(self.config, CONFIG_FIELDS[name].path)
-
-    def set(self, name: str, field_name: str, value: Any) -> None:
-        self.part(name).__dict__[field_name] = value
-
-    def text(self) -> str:
-        """Everything that decides which objects are shared: the identity, and an adapter's keys."""
-        mapping, self.reasons = describe(
-            self.config, self.planner, topology().structural, self.seed
-        )
-        return canonical_json(mapping) + adapter_settings(self.config).decode()
-
-
 @pytest.fixture
-def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _World:
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setenv("PYTHONHASHSEED", "0")
-    for name in ("model", "draft"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(f'{{"name": "{name}"}}')
-    (tmp_path / "scales.json").write_text("{}")
-
-    def model(name: str, **values: Any) -> Any:
-        hf = _Hf(hidden_size=64, rope_parameters={"rope_type": "default"})
-        return _instance(
-            "ModelConfig",
-            model=str(tmp_path / name),
-            hf_config=hf,
-            hf_text_config=hf,
-            max_model_len=2048,
-            dtype="float32",
-            _architecture="LlamaForCausalLM",
-            **values,
-        )
-
-    parts = {
-        "model_config": model(
-            "model",
-            multimodal_config=_instance("MultiModalConfig"),
-            pooler_config=_instance("PoolerConfig"),
-        ),
-        "speculative_config": _instance(
-            "SpeculativeConfig", method="eagle", draft_model_config=model("draft")
-        ),
-    }
-    for name, fields in CONFIG_FIELDS.items():
-        if len(fields.path) == 1 and fields.path[0] not in parts:
-            parts[fields.path[0]] = _instance(name)
-    return _World(tmp_path, config=_instance("VllmConfig", **parts))
+    return make_world(tmp_path)
 
 
 def _other(value: Any) -> Any:
@@ -209,7 +133,7 @@ def test_every_class_of_vllms_configuration_is_walked_or_left_out_for_a_reason()
 
 
 @pytest.mark.parametrize(("name", "each"), _cases(lambda fields: fields.values.split()))
-def test_a_value_that_shapes_kv_changes_the_namespace(world: _World, name: str, each: str) -> None:
+def test_a_value_that_shapes_kv_changes_the_namespace(world: World, name: str, each: str) -> None:
     before = world.text()
     world.set(name, each, _other(getattr(world.part(name), each, None)))
     assert world.text() != before
@@ -218,7 +142,7 @@ def test_a_value_that_shapes_kv_changes_the_namespace(world: _World, name: str, 
 
 @pytest.mark.parametrize(("name", "each"), _cases(lambda fields: _names(fields.unused)))
 def test_a_value_that_does_not_shape_kv_does_not_change_the_namespace(
-    world: _World, name: str, each: str
+    world: World, name: str, each: str
 ) -> None:
     before = world.text()
     world.set(name, each, _other(getattr(world.part(name), each, None)))
@@ -226,61 +150,61 @@ def test_a_value_that_does_not_shape_kv_does_not_change_the_namespace(
     assert world.reasons == []
 
 
-def _file(path: str) -> Callable[[_World], None]:
-    def change(world: _World) -> None:
+def _file(path: str) -> Callable[[World], None]:
+    def change(world: World) -> None:
         (world.directory / path).write_text('{"changed": 1}')
 
     return change
 
 
-def _value(name: str, each: str, value: Any = "changed") -> Callable[[_World], None]:
+def _value(name: str, each: str, value: Any = "changed") -> Callable[[World], None]:
     return lambda world: world.set(name, each, value)
 
 
-def _hf(part: str = "hf_config") -> Callable[[_World], None]:
-    return lambda world: world.set("ModelConfig", part, _Hf(hidden_size=128))
+def _hf(part: str = "hf_config") -> Callable[[World], None]:
+    return lambda world: world.set("ModelConfig", part, HfConfig(hidden_size=128))
 
 
-def _hub(world: _World, commit: str, **values: Any) -> None:
+def _hub(world: World, commit: str, **values: Any) -> None:
     """A model of the hub, whose code and preprocessor have a commit."""
-    hf = _Hf(hidden_size=64, _commit_hash=commit)
+    hf = HfConfig(hidden_size=64, _commit_hash=commit)
     world.config.model_config.__dict__.update(
         {"model": "org/name", "hf_config": hf, "hf_text_config": hf, **values}
     )
 
 
-def _draft(**values: Any) -> Callable[[_World], None]:
+def _draft(**values: Any) -> Callable[[World], None]:
     return lambda world: world.config.speculative_config.draft_model_config.__dict__.update(values)
 
 
-def _long_draft(length: int) -> Callable[[_World], None]:
-    hf = _Hf(rope_parameters={"rope_type": "longrope"})
+def _long_draft(length: int) -> Callable[[World], None]:
+    hf = HfConfig(rope_parameters={"rope_type": "longrope"})
     return _draft(hf_config=hf, hf_text_config=hf, max_model_len=length)
 
 
-def _scales(world: _World) -> None:
+def _scales(world: World) -> None:
     world.set("MultiModalConfig", "mm_encoder_attn_dtype", "fp8")
     world.set("MultiModalConfig", "mm_encoder_fp8_scale_path", str(world.directory / "scales.json"))
 
 
-def _other_scales(world: _World) -> None:
+def _other_scales(world: World) -> None:
     _scales(world)
     _file("scales.json")(world)
 
 
-def _planner(block: int, hash_tokens: int) -> Callable[[_World], None]:
+def _planner(block: int, hash_tokens: int) -> Callable[[World], None]:
     group = KVCacheGroup(GroupKind.FULL, block, "FullAttentionSpec")
 
-    def change(world: _World) -> None:
+    def change(world: World) -> None:
         world.planner = Planner.build([group], 64, hash_tokens)
 
     return change
 
 
-def _longrope(length: int) -> Callable[[_World], None]:
-    hf = _Hf(rope_parameters={"rope_type": "longrope"})
+def _longrope(length: int) -> Callable[[World], None]:
+    hf = HfConfig(rope_parameters={"rope_type": "longrope"})
 
-    def change(world: _World) -> None:
+    def change(world: World) -> None:
         world.config.model_config.__dict__.update(
             hf_config=hf, hf_text_config=hf, max_model_len=length
         )
@@ -288,15 +212,15 @@ def _longrope(length: int) -> Callable[[_World], None]:
     return change
 
 
-def _nothing(_: _World) -> None:
+def _nothing(_: World) -> None:
     return
 
 
-def _code(world: _World) -> None:
+def _code(world: World) -> None:
     (world.directory / "model" / "modeling_own.py").write_text("pass")
 
 
-ELSEWHERE: dict[str, tuple[Callable[[_World], None], Callable[[_World], None]]] = {
+ELSEWHERE: dict[str, tuple[Callable[[World], None], Callable[[World], None]]] = {
     "ModelConfig.model": (_nothing, _file("model/config.json")),
     "ModelConfig.revision": (lambda world: _hub(world, "a"), lambda world: _hub(world, "b")),
     "ModelConfig.hf_config_path": (_nothing, _hf()),
@@ -370,7 +294,7 @@ def test_each_field_in_another_form_is_proven_here_or_elsewhere() -> None:
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
-def test_what_a_field_decides_changes_the_namespace(world: _World, name: str) -> None:
+def test_what_a_field_decides_changes_the_namespace(world: World, name: str) -> None:
     one, other = copy.deepcopy(world), world
     for each, change in zip((one, other), ELSEWHERE[name], strict=True):
         change(each)
@@ -381,7 +305,7 @@ def test_what_a_field_decides_changes_the_namespace(world: _World, name: str) ->
     assert one.reasons == other.reasons == []
 
 
-def test_groups_and_ranks_are_part_of_the_identity(world: _World) -> None:
+def test_groups_and_ranks_are_part_of_the_identity(world: World) -> None:
     texts = {world.text()}
     for kind, block, window in (
         (GroupKind.FULL, 64, 0),
@@ -395,17 +319,17 @@ def test_groups_and_ranks_are_part_of_the_identity(world: _World) -> None:
 
 
 def _parallel(**values: Any) -> Any:
-    return _instance("ParallelConfig", **{"world_size": 2, **values})
+    return instance("ParallelConfig", **{"world_size": 2, **values})
 
 
-def _refused(world: _World, **values: Any) -> None:
+def _refused(world: World, **values: Any) -> None:
     world.config.__dict__["parallel_config"] = _parallel(**values)
     planner_for(world.config, SimpleNamespace(kv_cache_groups=[]), 64)
 
 
-REFUSED: dict[str, Callable[[_World], Any]] = {
+REFUSED: dict[str, Callable[[World], Any]] = {
     "CacheConfig.enable_prefix_caching": lambda world: check_prefix_caching(
-        _instance("CacheConfig", enable_prefix_caching=False)
+        instance("CacheConfig", enable_prefix_caching=False)
     ),
     "ParallelConfig.nnodes": lambda world: check_one_node(_parallel(nnodes=2)),
     "ParallelConfig.prefill_context_parallel_size": lambda world: _refused(
@@ -428,20 +352,20 @@ def test_every_refused_field_is_tested() -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_kvtier_is_off_with_a_value_that_is_refused(world: _World, name: str) -> None:
+def test_kvtier_is_off_with_a_value_that_is_refused(world: World, name: str) -> None:
     with pytest.raises(UnsupportedGeometryError, match=name.partition(".")[2]):
         REFUSED[name](world)
 
 
 @pytest.mark.parametrize("name", IN_RAM)
-def test_objects_stay_in_ram_with_a_value_that_lets_weights_move(world: _World, name: str) -> None:
+def test_objects_stay_in_ram_with_a_value_that_lets_weights_move(world: World, name: str) -> None:
     assert weights._moving_weights(world.config) == ""
     world.set(*name.split("."), IN_RAM[name])
     assert weights._moving_weights(world.config) != ""
 
 
 def test_a_setting_of_a_newer_vllm_is_part_of_the_identity_once_it_is_used(
-    world: _World,
+    world: World,
 ) -> None:
     more = dataclasses.make_dataclass(
         "More",
@@ -461,7 +385,7 @@ def test_a_setting_of_a_newer_vllm_is_part_of_the_identity_once_it_is_used(
 
 
 def test_a_new_part_of_the_configuration_is_part_of_the_identity_once_it_is_used(
-    world: _World,
+    world: World,
 ) -> None:
     more = dataclasses.make_dataclass(
         "More", [("twist_config", Any, None)], bases=(vllm.config.VllmConfig,)
@@ -480,14 +404,14 @@ def test_a_new_part_of_the_configuration_is_part_of_the_identity_once_it_is_used
 
 
 @pytest.mark.parametrize("method", sorted(identity_fields.METHODS_WITHOUT_KV))
-def test_drafts_from_tokens_share_with_engines_without_drafts(world: _World, method: str) -> None:
+def test_drafts_from_tokens_share_with_engines_without_drafts(world: World, method: str) -> None:
     world.set("SpeculativeConfig", "method", method)
     text = world.text()
     world.config.__dict__["speculative_config"] = None
     assert world.text() == text
 
 
-def test_adapters_do_not_change_the_identity_of_requests_without_one(world: _World) -> None:
+def test_adapters_do_not_change_the_identity_of_requests_without_one(world: World) -> None:
     mapping, _ = describe(world.config, PLANNER, topology().structural, SEED)
     assert adapter_settings(world.config) != b""
     world.config.__dict__["lora_config"] = None
@@ -495,7 +419,7 @@ def test_adapters_do_not_change_the_identity_of_requests_without_one(world: _Wor
     assert adapter_settings(world.config) == b""
 
 
-def test_scales_that_follow_the_inputs_keep_objects_in_ram(world: _World) -> None:
+def test_scales_that_follow_the_inputs_keep_objects_in_ram(world: World) -> None:
     world.set("MultiModalConfig", "mm_encoder_attn_dtype", "fp8")
     world.text()
     assert "mm_encoder_fp8_scale_path" in world.reasons[0]
@@ -514,7 +438,7 @@ def test_scales_that_follow_the_inputs_keep_objects_in_ram(world: _World) -> Non
     ],
 )
 def test_code_of_another_repository_needs_a_revision(
-    world: _World, values: dict[str, Any], reasons: int
+    world: World, values: dict[str, Any], reasons: int
 ) -> None:
     world.config.speculative_config = None
     _hub(world, "a", trust_remote_code=True)
@@ -527,7 +451,7 @@ def test_code_of_another_repository_needs_a_revision(
     assert world.reasons == []
 
 
-def test_the_identity_is_readable(world: _World) -> None:
+def test_the_identity_is_readable(world: World) -> None:
     """People compare two of them to see why engines do not share."""
     mapping, _ = describe(world.config, PLANNER, topology().structural, SEED)
     settings = json.loads(canonical_json(mapping))["settings"]

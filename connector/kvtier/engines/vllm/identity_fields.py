@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -415,10 +415,10 @@ def _unlisted(part: Any, listed: set[str]) -> list[str]:
 
 def _default(each: dataclasses.Field[Any]) -> object:
     """Returns the default of a field, which may be described by pydantic."""
-    default: object = each.default
-    factory: Callable[[], object] | object = each.default_factory
-    if default is not dataclasses.MISSING and hasattr(default, "default_factory"):
-        default, factory = getattr(default, "default", None), default.default_factory
-    if callable(factory) and factory is not dataclasses.MISSING:
+    default: Any = each.default
+    factory: Any = each.default_factory
+    if hasattr(default, "default_factory"):
+        default, factory = default.default, default.default_factory
+    if callable(factory):
         return factory()
     return None if default is dataclasses.MISSING else default
