@@ -224,8 +224,8 @@ def begin(vllm_config: VllmConfig) -> PendingFingerprint:
             return PendingFingerprint(WeightsFingerprint("", reason))
         worker = _worker_of(vllm_config)
         if worker is None:
-            # vLLM imported the connector after it had created the worker, as it does with an explicit
-            # setting of the hybrid KV cache manager.
+            # With an explicit setting of the hybrid KV cache manager vLLM imports the connector
+            # after it has created the worker.
             reason = (
                 "KVTier was loaded after the worker that holds the weights; set KVTIER_TOPOLOGY"
             )
