@@ -190,6 +190,7 @@ def main() -> None:
     """Command line: see the module's text."""
     answer = json_answers()
     prepare_cpu_engine()
+    os.environ.update(_module("hybrid_models").MODELS[sys.argv[1]].environment)
     answer(run(sys.argv[1], Path(sys.argv[2])))
     os._exit(0)
 
