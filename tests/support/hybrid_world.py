@@ -18,7 +18,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from tests.support.engine_configs import tiny_engine_config
+from tests.support.engine_configs import tiny_engine_config, tiny_request
 from tests.support.held_copies import HeldCopyEngine
 from tests.support.hybrid_tierd import SimulatedTierd
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -338,19 +338,7 @@ class World:
 
     def add(self, name: str, tokens: list[int], new_tokens: int) -> None:
         """A request arrives."""
-        from vllm import SamplingParams
-        from vllm.utils.hashing import sha256
-        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-        from vllm.v1.request import Request
-
-        init_none_hash(sha256)
-        request = Request(
-            name,
-            tokens,
-            SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True),
-            None,
-            block_hasher=get_request_block_hasher(self.planner.hash_tokens, sha256),
-        )
+        request = tiny_request(name, tokens, new_tokens, self.planner.hash_tokens)
         self.requests[name] = request
         self.scheduler.add_request(request)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from tests.support import scripted_connector
-from tests.support.engine_configs import tiny_engine_config
+from tests.support.engine_configs import tiny_engine_config, tiny_request
 from tests.support.scripted_connector import SCRIPTS, Script
 
 from kvtier.engines.vllm.multi.connector import WeightedMultiConnector
@@ -168,19 +168,7 @@ class MultiWorld:
 
     def add(self, name: str, tokens: list[int], new_tokens: int = 3) -> None:
         """A request arrives."""
-        from vllm import SamplingParams
-        from vllm.utils.hashing import sha256
-        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-        from vllm.v1.request import Request
-
-        init_none_hash(sha256)
-        request = Request(
-            name,
-            tokens,
-            SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True),
-            None,
-            block_hasher=get_request_block_hasher(BLOCK, sha256),
-        )
+        request = tiny_request(name, tokens, new_tokens, BLOCK)
         self.requests[name] = request
         self.scheduler.add_request(request)
 
