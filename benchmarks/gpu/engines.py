@@ -20,6 +20,7 @@ from typing import Any
 
 from kvtier.config.models import (
     Daemon,
+    FileSystemTierDocument,
     HttpEndpoint,
     Live,
     LiveTier,
@@ -130,16 +131,19 @@ def make_topology(
     ram_gib: int,
     chunk_tokens: int = CHUNK_TOKENS,
     daemon: Daemon = Daemon.ENGINE,
+    tier: FileSystemTierDocument | None = None,
 ) -> Path:
-    """Writes documents with one memory tier and returns their directory. Its tierd runs in a
-    directory of the same name in shared memory."""
-    live = Live(min_load_tokens=256, tiers={"ram": LiveTier()})
+    """Writes documents with one memory tier, and ``tier`` below it, and returns their directory.
+    Its tierd runs in a directory of the same name in shared memory."""
+    lower = [] if tier is None else [tier]
+    names = ["ram", *(each.name for each in lower)]
+    live = Live(min_load_tokens=256, tiers={name: LiveTier() for name in names})
     structural = Structural(
         policy=PolicyIdentity(namespace="default", name="benchmark"),
         content_hash="benchmark",
         daemon=daemon,
         run_directory=str(run_directory_of(directory)),
-        tiers=[MemoryTierDocument(name="ram", capacity_bytes=ram_gib << 30)],
+        tiers=[MemoryTierDocument(name="ram", capacity_bytes=ram_gib << 30), *lower],
         http=HttpEndpoint(port=0),
         live=live,
         chunk_tokens=chunk_tokens,
