@@ -55,6 +55,7 @@ LLAMA_8B = {
 """The shape of Llama 3.1 8B."""
 BYTES_PER_TOKEN = 2 * 32 * 8 * 128 * 2
 CHUNK_TOKENS = 64
+FILES_GIB = 40
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -136,8 +137,10 @@ def make_topology(
     """Writes documents with one memory tier, and ``tier`` below it, and returns their directory.
     Its tierd runs in a directory of the same name in shared memory."""
     lower = [] if tier is None else [tier]
-    names = ["ram", *(each.name for each in lower)]
-    live = Live(min_load_tokens=256, tiers={name: LiveTier() for name in names})
+    tiers = {"ram": LiveTier()} | {
+        each.name: LiveTier(capacity_bytes=FILES_GIB << 30) for each in lower
+    }
+    live = Live(min_load_tokens=256, tiers=tiers)
     structural = Structural(
         policy=PolicyIdentity(namespace="default", name="benchmark"),
         content_hash="benchmark",
