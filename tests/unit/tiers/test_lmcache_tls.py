@@ -113,7 +113,7 @@ def test_a_server_that_is_not_vouched_for_gets_neither_password_nor_object(
     }
     server = start(issued)
     remote = tier(server, authorities[case])
-    with pytest.raises(TierUnavailableError, match="(?i)certificate"):
+    with pytest.raises(TierUnavailableError, match=r"(?i)certificate"):
         remote.open(lambda *_: None)
     with pytest.raises(TierUnavailableError):
         remote.write(*make_object(2))
