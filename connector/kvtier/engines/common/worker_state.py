@@ -1,6 +1,6 @@
 """What the engine's thread and the transfer thread of a rank share: completions and counters.
 
-Also the context that loads and stores work in, and the outbox to tierd.
+Also the context that loads and stores work in, the client of tierd, and the outbox to it.
 """
 
 from __future__ import annotations
