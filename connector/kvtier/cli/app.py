@@ -438,7 +438,11 @@ def faults(
     ] = None,
     slack_seconds: Annotated[
         float,
-        typer.Option(min=0, help="What a slow (emulated) machine may add to every wait."),
+        typer.Option(
+            min=0,
+            help="What a slow (emulated) machine may add to a wait; deadlines are 1 + N times "
+            "as long.",
+        ),
     ] = 0.0,
     names: Annotated[bool, typer.Option("--list", help="List the faults and exit.")] = False,
     as_json: Json = False,

@@ -25,7 +25,7 @@ from kvtier.scorecard import (
 )
 from kvtier.scorecard.catalog import FAULTS, Fault, FaultContext
 from kvtier.scorecard.mount import FaultyMount
-from kvtier.scorecard.testbed import BUDGET_SECONDS, FaultTestbed, Measurements
+from kvtier.scorecard.testbed import FaultTestbed, Measurements
 from kvtier.scorecard.tier_faults import TierWrapper, UnsupportedFaultError
 
 ALLOWED_SECONDS = 0.1
@@ -49,6 +49,11 @@ class ScorecardOptions:
     writer_objects: int = 10_000
     slack_seconds: float = 0.0
     file_systems: tuple[str, ...] = ()
+
+    @property
+    def patience(self) -> float:
+        """What deadlines and waits are multiplied by on a slow machine."""
+        return 1 + self.slack_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +180,7 @@ def _context(
         stack.callback(mount.close)
         wrapped = mount.control if isinstance(mount, TierWrapper) else None
         testbed = FaultTestbed(home, below if wrapped else files, below, wrapped)
+        testbed.patience = options.patience
         stack.callback(testbed.close)
         yield FaultContext(testbed, mount, options.seconds, options.hang_seconds), reason
 
@@ -202,6 +208,7 @@ def _remote_row(
     name: str, context: remote_faults.RemoteContext, options: ScorecardOptions
 ) -> ScorecardRow:
     testbed, measurements = context.testbed, Measurements()
+    testbed.patience = options.patience
     wrong_before, log_before = testbed.engine.seen.wrong, _size(testbed.tierd.log)
     try:
         testbed.fill()
@@ -266,6 +273,7 @@ def sealed_fault(
     try:
         keyed = sealed_faults.KeyedTestbed(home / fault.name, fault.encryption, place)
         testbed = keyed.testbed
+        testbed.patience = options.patience
         try:
             testbed.fill()
             fault.run(keyed, options.seconds, measurements)
@@ -293,7 +301,7 @@ def judge(
     name: str, means: str, measurements: Measurements, slack_seconds: float = 0.0
 ) -> ScorecardRow:
     """The verdict on the measurements of a fault."""
-    beyond = max(0.0, measurements.longest_wait - BUDGET_SECONDS)
+    beyond = max(0.0, measurements.longest_wait - measurements.budget_seconds)
     added = measurements.longest_wait_breaker_open
     problems = [
         (measurements.wrong > 0, f"{measurements.wrong} loads returned wrong bytes"),
@@ -344,6 +352,7 @@ def small_disk(
     try:
         with small_disks.small(directory, kind) as disk:
             testbed = FaultTestbed(directory / "testbed", disk.path, disk.path)
+            testbed.patience = options.patience
             try:
                 measurements = Measurements()
                 small_disks.DISK_FAULTS[name](testbed, disk, options.seconds, measurements)
@@ -373,6 +382,7 @@ def one_disk(
     try:
         with volume_faults.testbed(home / name, place) as context:
             bed = context.testbed
+            bed.patience = options.patience
             bed.fill()
             volume_faults.VOLUME_FAULTS[name](context, options.seconds, measurements)
             if not bed.daemon_is_serving():

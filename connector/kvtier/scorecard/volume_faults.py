@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.scorecard.mount import FaultyMount
-from kvtier.scorecard.testbed import BUDGET_SECONDS, KEYS, FaultTestbed, Measurements
+from kvtier.scorecard.testbed import KEYS, FaultTestbed, Measurements
 
 MEANS = "FUSE, one of two volumes"
 FAILING, WORKING = "disk0", "disk1"
@@ -100,7 +100,7 @@ def _note(measurements: Measurements, text: str) -> None:
 
 def _reaches(context: VolumesContext, volume: str, state: str, measurements: Measurements) -> bool:
     """Whether the volume has that state within ``SUSPEND_SECONDS``, while loads go on."""
-    end = time.monotonic() + SUSPEND_SECONDS
+    end = time.monotonic() + SUSPEND_SECONDS * context.testbed.patience
     while context.state(volume) != state:
         if time.monotonic() > end:
             return False
@@ -114,7 +114,7 @@ def _check_loads(bed: FaultTestbed, measurements: Measurements) -> None:
     held = [number for number in range(KEYS) if bed.in_file(number) and not bed.in_ram(number)]
     served = 0
     for number in held:
-        served += bed.engine.load([number], BUDGET_SECONDS)
+        served += bed.engine.load([number], bed.budget_seconds)
         if served >= CHECKED:
             return
     if served < min(CHECKED, len(held)) and len(held) >= CHECKED:
@@ -126,9 +126,9 @@ def _check_stores(bed: FaultTestbed, measurements: Measurements) -> None:
     stored = 0
     first = 100 * KEYS
     for number in range(first, first + 2 * CHECKED):
-        bed.wait(lambda: bed.engine.can_store, "a free slot", 2)
-        if bed.store(number) and bed.engine.wait_for(
-            lambda n=number: bed.in_file(n), STORED_SECONDS
+        bed.wait(lambda: bed.engine.can_store, "a free slot", 2 * bed.patience)
+        if bed.store(number, 2 * bed.patience) and bed.engine.wait_for(
+            lambda n=number: bed.in_file(n), STORED_SECONDS * bed.patience
         ):
             stored += 1
     # The first object that finds its volume full is dropped.
