@@ -55,11 +55,11 @@ class Device:
 
 @dataclass(slots=True)
 class _Registration:
-    """``due``: not yet begun."""
+    """``due``: not yet started."""
 
     pool: HostPool
     due: list[Span]
-    begun: dict[Span, Future[None]] = field(default_factory=dict)
+    started: dict[Span, Future[None]] = field(default_factory=dict)
 
 
 class EarlyRegistration:
@@ -107,7 +107,7 @@ class EarlyRegistration:
                 return None
             self._registration = None
             self._executor.shutdown(wait=False)
-        begins = tuple(sorted(begin for begin, _ in found.begun))
+        begins = tuple(sorted(begin for begin, _ in found.started))
         return replace(found.pool, boundaries=begins[1:]), begins
 
     def abandon(self) -> None:
@@ -147,7 +147,7 @@ class EarlyRegistration:
             found = self._registration = _Registration(open_pool(self._path, nbytes), due)
         if found is None:
             return
-        if any(each.done() and each.exception() for each in found.begun.values()):
+        if any(each.done() and each.exception() for each in found.started.values()):
             # The connector tries once more, and reports.
             self._failed = True
             self._undo_ranges()
@@ -163,12 +163,12 @@ class EarlyRegistration:
     def _begin(self, found: _Registration, end: int) -> None:
         while found.due and found.due[0][1] <= end:
             span = found.due.pop(0)
-            found.begun[span] = self._executor.submit(self._device.register, found.pool, span)
+            found.started[span] = self._executor.submit(self._device.register, found.pool, span)
 
     @staticmethod
     def _wait(found: _Registration) -> str:
-        """Waits for all that was begun; returns the first problem, empty if there is none."""
-        problems = [each.exception() for each in found.begun.values()]
+        """Waits for all that was started; returns the first problem, empty if there is none."""
+        problems = [each.exception() for each in found.started.values()]
         return next((str(problem) for problem in problems if problem is not None), "")
 
     def _undo_ranges(self) -> None:
@@ -176,7 +176,7 @@ class EarlyRegistration:
         if found is None:
             return
         self._wait(found)
-        done = [span for span, each in found.begun.items() if each.exception() is None]
+        done = [span for span, each in found.started.items() if each.exception() is None]
         try:
             self._device.unregister(found.pool, tuple(begin for begin, _ in done))
         except (KVTierError, RuntimeError) as error:

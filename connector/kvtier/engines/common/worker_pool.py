@@ -87,7 +87,7 @@ class HostPoolMapper:
         unregister: Callable[[HostPool, tuple[int, ...]], None],
         early: EarlyRegistration | None = None,
     ) -> None:
-        """``early``: a registration that was begun before, for the first mapping."""
+        """``early``: a registration that was started before, for the first mapping."""
         self._register = register
         self._unregister = unregister
         self._early = early

@@ -45,12 +45,12 @@ def begin() -> None:
 
 
 def take() -> EarlyRegistration | None:
-    """Returns the registration that was begun, which the caller owns."""
+    """Returns the registration that was started, which the caller owns."""
     return _started.pop() if _started else None
 
 
 def abandon() -> None:
-    """Undoes a registration that was begun, because the engine serves without tiers."""
+    """Undoes a registration that was started, because the engine serves without tiers."""
     early = take()
     if early is not None:
         early.abandon()

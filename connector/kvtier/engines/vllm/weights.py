@@ -325,9 +325,8 @@ class _ModelDigests:
 
         The device begins before the modules are compared, because requests wait for it.
         """
-        if not self.digests.unmoved:
+        if not self.digests.start_again():
             return False
-        self.digests.start()
         if self._structure == _structure(worker):
             return True
         # What was launched still reads tensors; they must not be freed before it ends.
