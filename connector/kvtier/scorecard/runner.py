@@ -49,11 +49,10 @@ class ScorecardOptions:
     writer_objects: int = 10_000
     slack_seconds: float = 0.0
     file_systems: tuple[str, ...] = ()
-
-    @property
-    def patience(self) -> float:
-        """What deadlines and waits are multiplied by on a slow machine."""
-        return 1 + self.slack_seconds
+    fuse: bool = True
+    """Whether storage faults are injected by a FUSE mount, where one can be made."""
+    patience: float = 1.0
+    """What deadlines of loads and waits for tierd are multiplied by, on a slow machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +172,8 @@ def _context(
         reason = ""
         mount: FaultyMount | TierWrapper
         try:
+            if not options.fuse:
+                raise OSError("turned off")
             mount = FaultyMount(below, files, home / "faults.json", home / "mount.log")
         except OSError as error:
             reason = f"cannot create a FUSE mount: {error.strerror or error}"
@@ -378,10 +379,10 @@ def one_disk(
 ) -> ScorecardRow:
     """One of two volumes of a tier fails, with a daemon of its own. ``place``: where they are, if
     not in ``home``."""
-    measurements = Measurements()
+    measurements, means = Measurements(), volume_faults.MEANS
     try:
-        with volume_faults.testbed(home / name, place) as context:
-            bed = context.testbed
+        with volume_faults.testbed(home / name, place, options.fuse) as context:
+            bed, means = context.testbed, context.means
             bed.patience = options.patience
             bed.fill()
             volume_faults.VOLUME_FAULTS[name](context, options.seconds, measurements)
@@ -390,15 +391,13 @@ def one_disk(
                 measurements.notes.append("the daemon exited")
             measurements.recovery_seconds = bed.recover()
             measurements.wrong = bed.engine.seen.wrong
-    except volume_faults.MountUnavailableError as error:
-        return ScorecardRow(name, SKIPPED, str(error), volume_faults.MEANS)
     except (OSError, TimeoutError, LookupError) as error:
         reason = f"the fault could not be injected: {type(error).__name__}: {error}"
-        return ScorecardRow(name, FAIL, reason, volume_faults.MEANS)
+        return ScorecardRow(name, FAIL, reason, means)
     if (text := _traceback(bed.tierd.log, 0)) is not None:
         measurements.crashes += 1
         measurements.notes.append(text)
-    return judge(name, volume_faults.MEANS, measurements, options.slack_seconds)
+    return judge(name, means, measurements, options.slack_seconds)
 
 
 def many_writers(count: int, home: Path, options: ScorecardOptions) -> ScorecardRow:

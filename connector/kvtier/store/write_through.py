@@ -158,9 +158,9 @@ class WriteThrough:
         tiers.on_available(self._write_missing)
 
     def __len__(self) -> int:
-        """Writes that run or wait, in the backlog and after a failure as well."""
-        waiting = sum(map(len, self._backlogs.values())) + sum(map(len, self._failed.values()))
-        return len(self._writes) + waiting
+        """Writes that run or wait, in the backlog as well. Not those that have failed, whatever is
+        tried later: they are counted, and nobody waits for them."""
+        return len(self._writes) + sum(map(len, self._backlogs.values()))
 
     @property
     def busy(self) -> bool:
