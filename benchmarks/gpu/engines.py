@@ -153,14 +153,12 @@ def run_directory_of(topology: Path) -> Path:
     return Path("/dev/shm") / f"{topology.parent.name}-{topology.name}"
 
 
-def make_engine(
-    mode: str, options: argparse.Namespace, scratch: Path, **more: Any
-) -> tuple[Any, Path | None]:
-    """Returns an engine, and the run directory of its tierd. ``mode``: "kvtier" or "peer", vLLM's
-    OffloadingConnector with as much memory."""
+def engine_arguments(
+    mode: str, options: argparse.Namespace, scratch: Path
+) -> tuple[dict[str, Any], Path | None]:
+    """Returns vLLM's arguments for an engine, and the run directory of its tierd. ``mode``:
+    "kvtier"; "peer", vLLM's OffloadingConnector with as much memory; or "none", no connector."""
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if options.runner == "v2" else "0"
-    from vllm import LLM
-
     transfer: dict[str, Any] = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
     run_directory = None
     if mode == "kvtier":
@@ -173,34 +171,42 @@ def make_engine(
             "kv_connector_module_path": "kvtier.engines.vllm.connector",
             "kv_connector_extra_config": {"topology": str(topology)},
         }
-    else:
+    elif mode == "peer":
         transfer |= {
             "kv_connector": "OffloadingConnector",
             "kv_connector_extra_config": {"cpu_bytes_to_use": options.ram_gib << 30},
         }
-    llm = LLM(
-        **{
-            "model": str(make_model(scratch / "model", options.layers)),
-            "load_format": "dummy",
-            "skip_tokenizer_init": True,
-            "max_model_len": 66_560,
-            "max_num_batched_tokens": 8192,
-            "max_num_seqs": 64,
-            "gpu_memory_utilization": 0.6,
-            "enable_prefix_caching": True,
-            "disable_log_stats": False,
-            "tensor_parallel_size": options.tensor_parallel,
-            "seed": 0,
-            "compilation_config": {
-                "mode": 0,
-                "cudagraph_mode": "FULL_DECODE_ONLY",
-                "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64],
-            },
-            "kv_transfer_config": transfer,
-            **more,
-        }
-    )
-    return llm, run_directory
+    arguments: dict[str, Any] = {
+        "model": str(make_model(scratch / "model", options.layers)),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "max_model_len": 66_560,
+        "max_num_batched_tokens": 8192,
+        "max_num_seqs": 64,
+        "gpu_memory_utilization": 0.6,
+        "enable_prefix_caching": True,
+        "disable_log_stats": False,
+        "tensor_parallel_size": options.tensor_parallel,
+        "seed": 0,
+        "compilation_config": {
+            "mode": 0,
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 40, 64],
+        },
+    }
+    if mode != "none":
+        arguments["kv_transfer_config"] = transfer
+    return arguments, run_directory
+
+
+def make_engine(
+    mode: str, options: argparse.Namespace, scratch: Path, **more: Any
+) -> tuple[Any, Path | None]:
+    """Returns an engine, and the run directory of its tierd. See ``engine_arguments``."""
+    arguments, run_directory = engine_arguments(mode, options, scratch)
+    from vllm import LLM
+
+    return LLM(**{**arguments, **more}), run_directory
 
 
 def status(run_directory: Path) -> dict[str, Any]:
