@@ -159,7 +159,7 @@ class WriteThrough:
 
     def __len__(self) -> int:
         """Writes that run or wait, in the backlog as well. Not those that have failed, whatever is
-        tried later: they are counted, and nobody waits for them."""
+        tried later: they are counted, and no shutdown waits for them."""
         return len(self._writes) + sum(map(len, self._backlogs.values()))
 
     @property
