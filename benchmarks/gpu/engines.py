@@ -20,6 +20,7 @@ from typing import Any
 
 from kvtier.config.models import (
     Daemon,
+    FileSystemTierDocument,
     HttpEndpoint,
     Live,
     LiveTier,
@@ -54,6 +55,7 @@ LLAMA_8B = {
 """The shape of Llama 3.1 8B."""
 BYTES_PER_TOKEN = 2 * 32 * 8 * 128 * 2
 CHUNK_TOKENS = 64
+FILES_GIB = 40
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -130,16 +132,21 @@ def make_topology(
     ram_gib: int,
     chunk_tokens: int = CHUNK_TOKENS,
     daemon: Daemon = Daemon.ENGINE,
+    tier: FileSystemTierDocument | None = None,
 ) -> Path:
-    """Writes documents with one memory tier and returns their directory. Its tierd runs in a
-    directory of the same name in shared memory."""
-    live = Live(min_load_tokens=256, tiers={"ram": LiveTier()})
+    """Writes documents with one memory tier, and ``tier`` below it, and returns their directory.
+    Its tierd runs in a directory of the same name in shared memory."""
+    lower = [] if tier is None else [tier]
+    tiers = {"ram": LiveTier()} | {
+        each.name: LiveTier(capacity_bytes=FILES_GIB << 30) for each in lower
+    }
+    live = Live(min_load_tokens=256, tiers=tiers)
     structural = Structural(
         policy=PolicyIdentity(namespace="default", name="benchmark"),
         content_hash="benchmark",
         daemon=daemon,
         run_directory=str(run_directory_of(directory)),
-        tiers=[MemoryTierDocument(name="ram", capacity_bytes=ram_gib << 30)],
+        tiers=[MemoryTierDocument(name="ram", capacity_bytes=ram_gib << 30), *lower],
         http=HttpEndpoint(port=0),
         live=live,
         chunk_tokens=chunk_tokens,
