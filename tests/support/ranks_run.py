@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import multiprocessing
 import os
 import select
 import signal
@@ -45,34 +44,10 @@ hybrid_models = importlib.import_module("hybrid_models")
 hybrid_run = importlib.import_module("hybrid_run")
 ranks_faults = importlib.import_module("ranks_faults")
 ranks_updates = importlib.import_module("ranks_updates")
+ranks_vllm = importlib.import_module("ranks_vllm")
 ENGINE_SECONDS = 300.0
 """Only an engine that hangs takes as long."""
 Stage = Callable[[dict[str, Any], list[list[int]], dict[str, Any]], dict[str, Any]]
-
-
-def repair_pipelines() -> None:
-    """The CPU runner of vLLM 0.32 does not allocate the tensors that a later stage receives."""
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    gather = GPUModelRunner.sync_and_gather_intermediate_tensors
-
-    def gather_allocated(self: Any, *arguments: Any, **named: Any) -> Any:
-        if self.intermediate_tensors is None:
-            self.intermediate_tensors = self.model.make_empty_intermediate_tensors(
-                batch_size=self.max_num_tokens,
-                dtype=self.model_config.dtype,
-                device=self.device,
-            )
-        return gather(self, *arguments, **named)
-
-    GPUModelRunner.sync_and_gather_intermediate_tensors = gather_allocated
-
-
-def fork_ranks() -> None:
-    """vLLM's CPU engine spawns the processes of its ranks, which import everything again."""
-    from vllm.v1.executor import multiproc_executor
-
-    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 
 @dataclass
@@ -178,7 +153,7 @@ class Run:
     def __init__(self, specification: dict[str, Any], directory: Path) -> None:
         options = dict(specification["options"])
         if options.get("pipeline_parallel_size", 1) > 1:
-            repair_pipelines()
+            ranks_vllm.repair_pipelines()
         topology = directory / "topology"
         topology.mkdir(parents=True)
         (directory / "files").mkdir()
@@ -300,7 +275,7 @@ def main() -> None:
     os.environ["PYTHONHASHSEED"] = "0"
     import vllm  # noqa: F401 - once for all children
 
-    fork_ranks()
+    ranks_vllm.prepare()
     ranks_updates.register()
     directory = Path(sys.argv[2])
     for number, specification in enumerate(json.loads(sys.argv[1])):

@@ -1,0 +1,62 @@
+"""What tests of engines with several ranks change in vLLM's CPU engine before it starts.
+
+None of it changes what is computed or what a connector sees: how a rank's process starts, and how
+it waits for another.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from typing import Any
+
+WAIT_SECONDS = 0.0005
+
+
+def prepare() -> None:
+    """Call it before an engine is created, or its process is forked."""
+    fork_ranks()
+    sleep_while_waiting()
+
+
+def fork_ranks() -> None:
+    """vLLM's CPU engine spawns the processes of its ranks, which import everything again."""
+    from vllm.v1.executor import multiproc_executor
+
+    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+
+
+def sleep_while_waiting() -> None:
+    """Ranks that wait for each other sleep.
+
+    vLLM's ranks spin: those of the CPU's own communicator without an end, and those that wait for a
+    message for one second. With more ranks than cores each of them takes the core of the one that
+    it waits for, and a step takes a second.
+    """
+    from vllm.distributed.device_communicators import shm_broadcast
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    # vLLM's ranks that do not share memory use torch's communicator, which sleeps.
+    CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
+    shm_broadcast.sched_yield = lambda: time.sleep(WAIT_SECONDS)
+
+
+def repair_pipelines() -> None:
+    """The CPU runner of vLLM 0.32 does not allocate the tensors that a later stage receives."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    gather = GPUModelRunner.sync_and_gather_intermediate_tensors
+    if getattr(gather, "repaired", False):
+        return
+
+    def gather_allocated(self: Any, *arguments: Any, **named: Any) -> Any:
+        if self.intermediate_tensors is None:
+            self.intermediate_tensors = self.model.make_empty_intermediate_tensors(
+                batch_size=self.max_num_tokens,
+                dtype=self.model_config.dtype,
+                device=self.device,
+            )
+        return gather(self, *arguments, **named)
+
+    gather_allocated.repaired = True  # type: ignore[attr-defined]
+    GPUModelRunner.sync_and_gather_intermediate_tensors = gather_allocated
