@@ -50,6 +50,19 @@ ENGINE_SECONDS = 300.0
 Stage = Callable[[dict[str, Any], list[list[int]], dict[str, Any]], dict[str, Any]]
 
 
+def _debug(group):
+    total = []
+    for each in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            f = each.read_text().rsplit(")", 1)
+        except OSError:
+            continue
+        g = f[1].split()
+        if int(g[2]) == group:
+            total.append((f[0].split("(")[1], int(g[11]) / 100, int(g[12]) / 100, int(g[13])/100, int(g[14])/100))
+    print("DEBUG", time.monotonic(), total, file=sys.stderr, flush=True)
+
+
 @dataclass
 class Child:
     """A forked process that computes one JSON value."""
@@ -90,6 +103,8 @@ class Child:
                     raise RuntimeError("an engine ended without an answer")
                 content += piece
         finally:
+            if os.environ.get("RANKS_DEBUG"):
+                _debug(self.pid)
             try:
                 os.killpg(self.pid, signal.SIGKILL)
             except ProcessLookupError:
@@ -273,9 +288,13 @@ def main() -> None:
     os.environ.update(cpu_environment())
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["PYTHONHASHSEED"] = "0"
+    os.environ["TORCH_COMPILE_DISABLE"] = "1"
     import vllm  # noqa: F401 - once for all children
 
     ranks_vllm.prepare()
+    if os.environ.get("RANKS_DEBUG"):
+        sys.path.insert(0, "/tmp")
+        importlib.import_module("ranks_debug").install()
     ranks_updates.register()
     directory = Path(sys.argv[2])
     for number, specification in enumerate(json.loads(sys.argv[1])):

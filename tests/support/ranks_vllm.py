@@ -6,6 +6,7 @@ it waits for another.
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import time
 from typing import Any
@@ -13,8 +14,31 @@ from typing import Any
 WAIT_SECONDS = 0.0005
 
 
+USED_MODULES = (
+    "compressed_tensors.quantization",
+    "kvtier.engines.vllm.connector",
+    "vllm.distributed.elastic_ep.elastic_execute",
+    "vllm.entrypoints.llm",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.model_executor.model_loader.default_loader",
+    "vllm.model_executor.models.gemma3",
+    "vllm.model_executor.models.gpt_oss",
+    "vllm.model_executor.models.llama",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.cpu_worker",
+)
+"""What an engine and its ranks import by and by: most of the time that their start takes."""
+
+
 def prepare() -> None:
-    """Call it before an engine is created, or its process is forked."""
+    """Call it once, before the processes of engines are forked.
+
+    ``TORCH_COMPILE_DISABLE`` must be set before torch is imported: vLLM compiles some functions
+    of ``torch`` in each rank also where it is to compile nothing.
+    """
+    for name in USED_MODULES:
+        importlib.import_module(name)
     fork_ranks()
     sleep_while_waiting()
 
