@@ -82,8 +82,10 @@ class TensorDigests:
         self._parts: list[_Part] = []
         self._chunks: dict[torch.device, int] = {}
         self._results: dict[torch.device, torch.Tensor] = {}
+        """The sums in host memory, pinned for a CUDA device. Allocated once: pinning memory takes
+        milliseconds while copies run."""
         self._events: list[Any] = []
-        self._scratch: list[torch.Tensor] = []
+        self._sums: dict[torch.device, torch.Tensor] = {}
         self._launches: dict[torch.device, ChunkTable] = {}
         self._added: list[_Added] = []
         self._referenced: list[torch.Tensor] = []
@@ -119,7 +121,7 @@ class TensorDigests:
 
     def start(self) -> None:
         """Launches what a device computes, behind what this thread has launched before."""
-        self._events, self._scratch = [], []
+        self._events = []
         if not self._copied:
             # Held until ``finish``; one that is gone is an error of the caller.
             self._referenced = [
@@ -142,14 +144,15 @@ class TensorDigests:
         stream = _streams[device]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            sums = _sums_of(device)(self._table(device, parts))
-            host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
+            sums = _sums_of(device)(self._table(device, parts), self._sums.get(device))
+            host = self._results.get(device)
+            if host is None:
+                host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
             host.copy_(sums, non_blocking=True)
             event = torch.cuda.Event()
             event.record(stream)
         self._events.append(event)
-        self._scratch.append(sums)
-        self._results[device] = host
+        self._sums[device], self._results[device] = sums, host
 
     def _table(self, device: torch.device, parts: list[torch.Tensor]) -> ChunkTable:
         table = self._launches.get(device)
@@ -172,7 +175,7 @@ class TensorDigests:
             self._last = (found, self._digests())
         for part in self._parts:
             part.data = None
-        self._scratch, self._referenced = [], []
+        self._referenced = []
         for device, table in self._launches.items():
             self._launches[device] = replace(table, tensors=())
         return self._last[1]

@@ -220,11 +220,11 @@ def begin(vllm_config: VllmConfig) -> PendingFingerprint:
             reason = "the worker that holds the weights was not found"
             return PendingFingerprint(WeightsFingerprint("", reason))
         models = _models.digests.get(worker)
-        if models is None or not models.holds(worker):
+        if models is None or not models.start_again(worker):
             models = _ModelDigests()
             models.add(worker)
             _models.digests[worker] = models
-        models.digests.start()
+            models.digests.start()
     except Exception as error:  # noqa: BLE001 - it is logged, and the weights are unknown
         return PendingFingerprint(_unreadable(error))
     return PendingFingerprint(None, models)
@@ -312,10 +312,20 @@ class _ModelDigests:
         self._seen: set[int] = set()
         self._structure: tuple[int, ...] = ()
 
-    def holds(self, worker: Any) -> bool:
-        """Whether ``add`` would add the same again: the models of ``worker`` have the same modules
-        and tensors as then, in the same places."""
-        return self.digests.unmoved and self._structure == _structure(worker)
+    def start_again(self, worker: Any) -> bool:
+        """Launches the same digests again if the models of ``worker`` have the same modules and
+        tensors as in ``add``, in the same places; returns whether they have.
+
+        The device begins before the modules are compared, because requests wait for it.
+        """
+        if not self.digests.unmoved:
+            return False
+        self.digests.start()
+        if self._structure == _structure(worker):
+            return True
+        # What was launched still reads tensors; they must not be freed before it ends.
+        self.digests.finish()
+        return False
 
     def add(self, worker: Any) -> None:
         """Adds the models of ``worker``."""
