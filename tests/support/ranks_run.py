@@ -20,6 +20,7 @@ start, and its ranks are forked by vLLM.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import os
@@ -47,7 +48,13 @@ ranks_updates = importlib.import_module("ranks_updates")
 ranks_vllm = importlib.import_module("ranks_vllm")
 ENGINE_SECONDS = 300.0
 """Only an engine that hangs takes as long."""
+PR_SET_PDEATHSIG = 1
 Stage = Callable[[dict[str, Any], list[list[int]], dict[str, Any]], dict[str, Any]]
+
+
+def end_with_parent() -> None:
+    """The kernel kills this process when its parent ends, so that no engine outlives a test."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _debug(group):
@@ -79,6 +86,7 @@ class Child:
             os.close(write_end)
             return cls(pid, read)
         os.setsid()
+        end_with_parent()
         os.environ.update(environment)
         try:
             answer = json.dumps({"result": compute()})
@@ -89,8 +97,15 @@ class Child:
             pipe.write(answer + "\n")
         os._exit(0)
 
+    def kill(self) -> None:
+        """Ends the child with its ranks."""
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
     def result(self) -> Any:
-        """Waits for the value, and ends the child with its ranks and its tierd."""
+        """Waits for the value, and ends the child with its ranks."""
         deadline = time.monotonic() + ENGINE_SECONDS
         content = b""
         try:
@@ -105,10 +120,7 @@ class Child:
         finally:
             if os.environ.get("RANKS_DEBUG"):
                 _debug(self.pid)
-            try:
-                os.killpg(self.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+            self.kill()
             os.waitpid(self.pid, 0)
             os.close(self.pipe)
         answer = json.loads(content)
@@ -234,7 +246,11 @@ class Run:
             children.append(
                 Child.start(lambda known=known: stage(options, self.wanted, known), environment)
             )
-        return [child.result() for child in children]
+        try:
+            return [child.result() for child in children]
+        finally:
+            for child in children:
+                child.kill()
 
     def updates(self) -> dict[str, Any]:
         """The answers of an engine without KVTier and of one with it."""
@@ -282,6 +298,7 @@ class Run:
 
 def main() -> None:
     """Command line: see the module's text."""
+    end_with_parent()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     os.environ.update(quiet_environment())
