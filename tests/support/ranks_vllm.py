@@ -6,12 +6,13 @@ it waits for another.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing
 import time
 from typing import Any
 
-WAIT_SECONDS = 0.0005
+WAIT_SECONDS = 0.001
 
 
 USED_MODULES = (
@@ -41,6 +42,10 @@ def prepare() -> None:
         importlib.import_module(name)
     fork_ranks()
     sleep_while_waiting()
+    replace_kernels()
+    # What is there is not looked at again, so that forked processes share its memory.
+    gc.collect()
+    gc.freeze()
 
 
 def fork_ranks() -> None:
@@ -63,6 +68,14 @@ def sleep_while_waiting() -> None:
     # vLLM's ranks that do not share memory use torch's communicator, which sleeps.
     CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
     shm_broadcast.sched_yield = lambda: time.sleep(WAIT_SECONDS)
+
+
+def replace_kernels() -> None:
+    """vLLM replaces the kernels that CPUs do not have, which takes each rank 0.3 s."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    CpuPlatform.register_triton_kernel_overrides()
+    CpuPlatform.register_triton_kernel_overrides = lambda: None
 
 
 def repair_pipelines() -> None:
