@@ -75,7 +75,7 @@ def replace_kernels() -> None:
     from vllm.platforms.cpu import CpuPlatform
 
     CpuPlatform.register_triton_kernel_overrides()
-    CpuPlatform.register_triton_kernel_overrides = lambda: None
+    CpuPlatform.register_triton_kernel_overrides = staticmethod(lambda: None)
 
 
 def repair_pipelines() -> None:
