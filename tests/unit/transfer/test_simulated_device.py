@@ -265,6 +265,7 @@ def test_a_stage_without_a_layer_of_the_first_group_copies_the_others(
     for tensor in cache.caches.values():
         storage = tensor.untyped_storage()
         device.own(storage.data_ptr(), storage.nbytes())
+        tensor.view(torch.uint8).random_(1, 250)
     block_bytes = codec.groups[1].block_bytes
     engine = engine_class(cache.caches, codec, staging_bytes=2 * block_bytes)
     assert engine.batch_bytes == 4 * block_bytes
