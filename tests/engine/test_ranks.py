@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ TIMEOUT_SECONDS = 1800
 RELOADED_CHUNKS = {False: 7 + 3 + 2 + 5, True: 7 + 2 + 2 + 4}
 """Of the four prompts of ``hybrid_run``, without and with several groups: a hybrid model cannot
 load a prompt to its last token."""
+NO_LAYER = "hybrid, stages of unequal size, the second without full attention"
 
 SPECIFICATIONS: dict[str, dict[str, Any]] = {
     "four ranks of tensor parallelism": {
@@ -26,10 +28,13 @@ SPECIFICATIONS: dict[str, dict[str, Any]] = {
         "options": {"tensor_parallel_size": 4},
     },
     "hybrid, tensor parallelism": {"model": "gemma3", "options": {"tensor_parallel_size": 2}},
-    "hybrid, stages of unequal size": {
+    NO_LAYER: {
         "model": "gpt-oss",
         "options": {"pipeline_parallel_size": 2},
-        "changes": {"num_hidden_layers": 6, "layer_types": [SLIDING, FULL] * 3},
+        "changes": {
+            "num_hidden_layers": 6,
+            "layer_types": [SLIDING, FULL, SLIDING, FULL, SLIDING, SLIDING],
+        },
         "environment": {"VLLM_PP_LAYER_PARTITION": "4,2"},
     },
     "tensor, pipeline and data parallelism, stages of unequal size": {
@@ -40,8 +45,9 @@ SPECIFICATIONS: dict[str, dict[str, Any]] = {
         "environment": {"VLLM_PP_LAYER_PARTITION": "2,1"},
     },
 }
+LOG = "log"
 TENSOR_PARALLEL = {"model": "llama", "options": {"tensor_parallel_size": 2}}
-UPDATES, FAULTS = "updates of weights", "a rank that hangs, and dies"
+UPDATES, FAULTS, LORA = "updates of weights", "a rank that hangs, and dies", "adapters"
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +61,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         **SPECIFICATIONS,
         UPDATES: {**TENSOR_PARALLEL, "updates": True},
         FAULTS: {**TENSOR_PARALLEL, "faults": True},
+        LORA: {**TENSOR_PARALLEL, "lora": True},
     }
     with log.open("wb") as errors:
         done = subprocess.run(
@@ -73,7 +80,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     if done.returncode:
         pytest.fail(f"exit status {done.returncode}:\n{log.read_text()[-6000:]}")
-    return dict(zip(specifications, lines, strict=True))
+    return {**dict(zip(specifications, lines, strict=True)), LOG: log.read_text()}
 
 
 @pytest.mark.parametrize("name", SPECIFICATIONS)
@@ -122,6 +129,30 @@ def test_updated_weights_have_their_own_objects_on_every_rank(results: dict[str,
     assert len(answers) == 2, "the weights differ"
     assert [len(each) for each in namespaces.values()] == [1, 1]
     assert namespaces["A"] != namespaces["B"]
+
+
+def test_a_stage_without_a_layer_of_a_group_has_0_bytes_of_its_objects(
+    results: dict[str, Any],
+) -> None:
+    (engine,) = results[NO_LAYER]
+    assert [group.split()[0] for group in engine["groups"]] == ["sliding", "full"]
+    shards = re.findall(r"KVTier: rank 1 uses .* shards of (\d+), (\d+) bytes", results[LOG])
+    assert ("0" in {full for _, full in shards}) and "0" not in {sliding for sliding, _ in shards}
+
+
+def test_adapters_have_their_own_objects_on_every_rank(results: dict[str, Any]) -> None:
+    found = results[LORA]
+    assert "error" not in found, found
+    plain, kvtier = found["plain"]["answers"], found["kvtier"]["answers"]
+    assert len({tuple(each["tokens"]) for each in plain}) == 3, "the base model and two adapters"
+    for expected, answer in zip(plain, kvtier, strict=True):
+        assert answer["tokens"] == answer["again"] == expected["tokens"] == expected["again"]
+        assert (answer["tokens_loaded"], answer["again_loaded"]) == (0, 7 * 64)
+    assert found["kvtier"]["failures"] == {}
+    assert found["kvtier"]["persistent"]
+    # An engine without adapters reuses what the base model has stored.
+    namespaces = {each["namespace"] for each in results[UPDATES]["kvtier"] if "namespace" in each}
+    assert found["kvtier"]["namespace"] in namespaces
 
 
 def test_a_request_ends_although_a_rank_hangs_and_no_load_waits_for_a_dead_one(

@@ -10,7 +10,7 @@
 * ``engines``: how many serve at the same time with one tierd. ``coordinated``: they are one
   deployment of a mixture of experts. vLLM has no such mode for other models, whose engines do not
   know of each other.
-* ``updates`` or ``faults``: see ``ranks_updates`` and ``ranks_faults``
+* ``updates``, ``lora`` or ``faults``: see the modules ``ranks_*`` of these names
 
 Prints one line of JSON for each, by engine, as ``hybrid_run`` does.
 
@@ -30,7 +30,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,36 +38,27 @@ from kvtier.config.models import Topology
 from kvtier.config.writer import write
 from kvtier.harness.engine_process import cpu_environment, free_port, quiet_environment
 from kvtier.harness.engine_testbed import ENGINE_OPTIONS, EngineOptions
-from kvtier.harness.tiny_model import TinyLlama, write_llama
+from kvtier.harness.tiny_model import TinyLlama, write_llama, write_lora
 
 # The directory of this script is on the path, and no package.
 hybrid_models = importlib.import_module("hybrid_models")
 hybrid_run = importlib.import_module("hybrid_run")
 ranks_faults = importlib.import_module("ranks_faults")
+ranks_lora = importlib.import_module("ranks_lora")
 ranks_updates = importlib.import_module("ranks_updates")
 ranks_vllm = importlib.import_module("ranks_vllm")
 ENGINE_SECONDS = 300.0
 """Only an engine that hangs takes as long."""
+SHAPE = TinyLlama(layers=4, kv_heads=4)
 PR_SET_PDEATHSIG = 1
+KINDS = ("updates", "lora", "faults")
+"""Of specifications that do more than to reload prompts."""
 Stage = Callable[[dict[str, Any], list[list[int]], dict[str, Any]], dict[str, Any]]
 
 
 def end_with_parent() -> None:
     """The kernel kills this process when its parent ends, so that no engine outlives a test."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _debug(group):
-    total = []
-    for each in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            f = each.read_text().rsplit(")", 1)
-        except OSError:
-            continue
-        g = f[1].split()
-        if int(g[2]) == group:
-            total.append((f[0].split("(")[1], int(g[11]) / 100, int(g[12]) / 100, int(g[13])/100, int(g[14])/100))
-    print("DEBUG", time.monotonic(), total, file=sys.stderr, flush=True)
 
 
 @dataclass
@@ -118,8 +109,6 @@ class Child:
                     raise RuntimeError("an engine ended without an answer")
                 content += piece
         finally:
-            if os.environ.get("RANKS_DEBUG"):
-                _debug(self.pid)
             self.kill()
             os.waitpid(self.pid, 0)
             os.close(self.pipe)
@@ -186,7 +175,7 @@ class Run:
         (directory / "files").mkdir()
         name = specification["model"]
         if name == "llama":
-            shape = TinyLlama(layers=specification.get("layers", 4), kv_heads=4)
+            shape = replace(SHAPE, layers=specification.get("layers", SHAPE.layers))
             model, chunk = write_llama(directory / "model", shape), 64
             self.models = (model, write_llama(directory / "other", shape, seed=7))
         else:
@@ -270,6 +259,28 @@ class Run:
         (kvtier,) = self.stage(compute, {**self.kvtier, **more})
         return {"plain": plain["answers"], "kvtier": kvtier["answers"]}
 
+    def lora(self) -> dict[str, Any]:
+        """The answers of an engine without KVTier and of one with it, with adapters."""
+        adapters = [
+            write_lora(self.directory / name, SHAPE, seed=seed)
+            for seed, name in enumerate(("first", "second"))
+        ]
+
+        def compute(
+            options: dict[str, Any], wanted: list[list[int]], _: dict[str, Any]
+        ) -> dict[str, Any]:
+            engine = hybrid_run.SequentialEngine(options)
+            result: dict[str, Any] = {"answers": ranks_lora.run(engine, wanted[0], adapters)}
+            if engine.driver.scheduler.connector is not None:
+                ready = engine.scheduler.session.ready
+                result["namespace"], result["persistent"] = ready.namespace, ready.persistent
+                result["failures"] = dict(engine.scheduler.loads.in_flight.counts.failures)
+            return result
+
+        (plain,) = self.stage(compute, {**self.plain, **ranks_lora.OPTIONS})
+        (kvtier,) = self.stage(compute, {**self.kvtier, **ranks_lora.OPTIONS})
+        return {"plain": plain, "kvtier": kvtier}
+
     def faults(self) -> dict[str, Any]:
         """The answers of an engine with a rank that hangs and dies, and of the next one."""
 
@@ -309,18 +320,13 @@ def main() -> None:
     import vllm  # noqa: F401 - once for all children
 
     ranks_vllm.prepare()
-    if os.environ.get("RANKS_DEBUG"):
-        sys.path.insert(0, "/tmp")
-        importlib.import_module("ranks_debug").install()
     ranks_updates.register()
     directory = Path(sys.argv[2])
     for number, specification in enumerate(json.loads(sys.argv[1])):
         try:
             run = Run(specification, directory / str(number))
-            if specification.get("updates"):
-                result: Any = run.updates()
-            else:
-                result = run.faults() if specification.get("faults") else run.all()
+            kind = next((each for each in KINDS if specification.get(each)), "")
+            result: Any = getattr(run, kind)() if kind else run.all()
         except Exception as error:
             traceback.print_exc()
             result = {"error": f"{type(error).__name__}: {error}"}
