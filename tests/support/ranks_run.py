@@ -135,8 +135,18 @@ def _first(options: dict[str, Any], wanted: list[list[int]], _: dict[str, Any]) 
     result["failures"] = dict(loads.in_flight.counts.failures)
     result["objects"] = len(engine.scheduler.session.replica)
     result["namespace"] = engine.scheduler.session.ready.namespace
+    executor = engine.driver.core.model_executor
+    result["shard_bytes"] = executor.collective_rpc(_shard_bytes)
     _close_together(engine, "first")
     return result
+
+
+def _shard_bytes(_: Any) -> list[int]:
+    """In a rank: the bytes of its shards by group."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    connector: Any = get_kv_transfer_group()
+    return list(connector._worker.codec.shard_bytes)
 
 
 def _restarted(
