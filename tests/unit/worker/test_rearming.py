@@ -77,6 +77,7 @@ def test_a_rank_whose_copies_failed_attaches_again_and_copies(
     assert set(block_bytes(testbed.layout, C[0])) == {11}
     counts = _counts(testbed)
     assert (counts["thread_failures"], counts["thread_rearms"]) == (1, 1)
+    assert testbed.worker.off_reason == ""
 
 
 def test_no_copy_is_taken_before_the_time_is_over_and_closing_does_not_wait_for_it(
@@ -88,6 +89,7 @@ def test_no_copy_is_taken_before_the_time_is_over_and_closing_does_not_wait_for_
         stores=[store_job(4, testbed.slot(6), C)],
     )
     assert [(each.load, each.reason) for each in found.loads] == [(8, "off")]
+    assert testbed.worker.off_reason == "copies failed: a bug"
     assert found.stores_done == {4: 1}
     assert testbed.tierd.reattached == []
     assert worker_thread.REARM_SECONDS[0] >= 10
@@ -119,6 +121,7 @@ def test_a_rank_gives_up_after_a_few_errors(
     assert (counts["thread_failures"], counts["thread_rearms"]) == (len(SHORT) + 1, len(SHORT))
     found = testbed.step(loads=[load_job(99, B, slots=testbed.slots(1), epoch=4)])
     assert [each.reason for each in found.loads] == ["off"]
+    assert testbed.worker.off_reason == "copies failed: a bug"
 
 
 def test_a_rank_whose_device_cannot_be_synchronized_does_not_copy_again(

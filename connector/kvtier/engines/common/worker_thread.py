@@ -109,6 +109,12 @@ class TransferThread:
         """The last epoch of which no copy runs and no announcement is remembered."""
         return self._drained_epoch
 
+    @property
+    def failure(self) -> str:
+        """Why nothing is copied, for a while or until restart; empty if copies are possible."""
+        failure = self._failure
+        return "" if failure is None else f"copies failed: {failure}"
+
     def start(self) -> None:
         """Starts the thread, and to attach to tierd."""
         self._thread.start()
@@ -302,6 +308,7 @@ class TransferThread:
             while not self._drained and self._serve():
                 pass
         except Exception as error:  # the last resort: the engine serves on
+            self._failure = error
             self._counters.add("thread_failures")
             logger.exception("KVTier: serving without tiers until restart: %s", error)
         finally:
@@ -444,11 +451,6 @@ class TransferThread:
         if problem:
             self._counters.add("shards_refused")
             logger.warning("KVTier: serving without tiers: invalid slot layout: %s", problem)
-
-    @property
-    def _can_copy(self) -> bool:
-        """Whether slots can be addressed: a pool is attached, and the layout of slots is known."""
-        return self._engine.pool is not None and self._context.shards.known
 
     def _update_epoch(self) -> None:
         """Copies are possible once a pool is attached and the layout of its slots is known."""
