@@ -179,8 +179,7 @@ class Rank:
         groups = []
         for index, group in enumerate(planner.groups):
             names = tuple(
-                f"group.{index}.layer.{layer}"
-                for layer in range(world.layers(number, index))
+                f"group.{index}.layer.{layer}" for layer in range(world.layers(number, index))
             )
             rows = 1 if group.kind is GroupKind.STATE else group.block_tokens
             for name in names:

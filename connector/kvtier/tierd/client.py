@@ -9,9 +9,9 @@ States::
                              └─────SessionRefused────▶ refused ──30 s──▶ absent
 
 A session is *lost* when no message arrives for ``SESSION_TIMEOUT_SECONDS``, the socket closes,
-tierd sends ``Bye``, the queue is full, or the caller gives it up with ``drop``. Each loss is reported once through ``on_lost``. Nothing
-is sent or received until the caller confirms with ``reattach`` that it has drained the lost epoch:
-tierd then gives its slots to others.
+tierd sends ``Bye``, the queue is full, or the caller gives it up with ``drop``. Each loss is
+reported once through ``on_lost``. Nothing is sent or received until the caller confirms with
+``reattach`` that it has drained the lost epoch: tierd then gives its slots to others.
 """
 
 from __future__ import annotations

@@ -28,12 +28,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvtier.config.loader import load_for_engine
 from kvtier.engines.common.tierd_session import TierdSession
-<<<<<<< HEAD
 from kvtier.engines.common.worker_state import REARM_SECONDS
-from kvtier.engines.vllm import early_start, engine_signals, weights
-=======
 from kvtier.engines.vllm import early_pool, early_start, engine_signals, weights
->>>>>>> main
 from kvtier.engines.vllm.config import engine_name, planner_for, use_vllm_log_handlers
 from kvtier.engines.vllm.counters import WITHOUT_TIERS, off_reason
 from kvtier.engines.vllm.identity import IdentityBuilder
