@@ -268,6 +268,8 @@ class World:
     outbox: list[tuple[int, int, bool, int]] = field(default_factory=list)
     aborted: int = 0
     checked_tokens: int = 0
+    run_directory: str = "/dev/shm/kvtier-unit-test"
+    engine_name: str = "engine/dp0"
 
     def __post_init__(self) -> None:
         self.clock = _Clock()
@@ -331,7 +333,7 @@ class World:
         structural = Structural(
             policy=PolicyIdentity(namespace="test", name="test"),
             content_hash="test",
-            run_directory="/dev/shm/kvtier-unit-test",
+            run_directory=self.run_directory,
             chunk_tokens=CHUNK,
             tiers=[
                 MemoryTierDocument(name="ram", capacity_bytes=1 << 30),
@@ -342,7 +344,7 @@ class World:
         session = TierdSession(
             Topology(structural=structural, live=live),
             self.planner,
-            "engine/dp0",
+            self.engine_name,
             lambda: EngineIdentity("{}"),
             self.tierd.connect,
         )
