@@ -52,6 +52,8 @@ class ProcessWorld(World):
         self._output: Any = None
         self._metadata: Any = None
         self._reports: dict[str, int] = {}  # type: ignore[misc]
+        self.reasons: list[str] = []
+        """Why ranks did not load something."""
 
     # Steps.
 
@@ -69,6 +71,8 @@ class ProcessWorld(World):
 
         output, found = self._output, [self._first, self.other.end()]
         invalid: set[int] = set().union(*(each[1] for each in found))
+        for *_, report in found:
+            self.reasons += [each.reason for each in report.loads if each.reason]
         names = list(output.num_scheduled_tokens)
         result = ModelRunnerOutput(
             req_ids=names,
