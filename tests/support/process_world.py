@@ -36,9 +36,7 @@ class ProcessWorld(World):
         self.clock: Any = time.monotonic
         self.tierd: Any = SimpleNamespace(connect=connect_scheduler)
         self.planner = make_planner(RANKS)
-        spec = FullAttentionSpec(
-            block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32
-        )
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
         config = KVCacheConfig(
             num_blocks=BLOCKS,
             kv_cache_tensors=[],

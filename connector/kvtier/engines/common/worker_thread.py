@@ -308,9 +308,10 @@ class TransferThread:
             while not self._drained and self._serve():
                 pass
         except Exception as error:  # the last resort: the engine serves on
-            self._failure = error
             self._counters.add("thread_failures")
             logger.exception("KVTier: serving without tiers until restart: %s", error)
+            self._stop_copies(error)
+            self._client.drop(f"copies failed: {error}")
         finally:
             self._finish()
 
