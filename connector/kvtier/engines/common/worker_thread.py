@@ -381,6 +381,9 @@ class TransferThread:
     def _run_once(self) -> bool:
         """Handles inputs, looks after the copies of an idle engine, and waits; returns False when
         the thread must end."""
+        if self._failure is not None:
+            # Also when it closes: an error is counted.
+            raise self._failure
         with self._wake:
             if self._closing:
                 return False
