@@ -28,6 +28,10 @@ def _nowhere(_identity: object) -> bool:
     return False
 
 
+def _no_rank(_namespace: str, _key: bytes) -> int:
+    return 0
+
+
 def _no_tenant(_item: object) -> bytes:
     return b""
 
@@ -86,6 +90,12 @@ class EvictionOrder(Protocol[T]):
 
     def retain(self, item: T, retained: bool) -> None:
         """The object is evicted after all others, or no longer is."""
+        ...
+
+    def await_item(self, item: T, rank: int) -> None:
+        """A queued request is going to use the object, or none is any longer (0). It is evicted
+        when no other one can be, the one with the highest ``rank`` first: the place in the queue.
+        """
         ...
 
     def __len__(self) -> int:
@@ -198,6 +208,12 @@ class LruPolicy(Generic[ItemT, IdentityT]):
         node = self._nodes.get(self._identify(item))
         if node is not None and node in self._items:
             self._tree.retain(node, retained)
+
+    def await_item(self, item: ItemT, rank: int) -> None:
+        """A queued request is going to use the object, or none is any longer (0)."""
+        node = self._nodes.get(self._identify(item))
+        if node is not None and node in self._items:
+            self._tree.await_node(node, rank)
 
     def __len__(self) -> int:
         return sum(self._tree.candidates)
@@ -338,6 +354,7 @@ class ArcPolicy(LruPolicy[ItemT, IdentityT]):
         node = tree.oldest(often=not recent_first) or tree.oldest(often=recent_first)
         if tree.candidates[2]:
             node = tree.retained_victim(node)
+        node = node or tree.awaited_victim()
         return self._take(node or (tree.blocked() if urgent else NONE))
 
 
@@ -345,6 +362,8 @@ class ResidentObjects:
     """Objects in RAM by namespace and key.
 
     An object that is being evicted is not pinned. Call ``cancel_eviction`` before using it.
+    ``rank_of(namespace, key)``: the place in the queue of the first request that waits and is going
+    to use the object; 0 if there is none.
     """
 
     def __init__(
@@ -353,11 +372,13 @@ class ResidentObjects:
         pool: SlotPool,
         index: PresenceIndex,
         new_order: Callable[[], EvictionOrder[Entry]],
+        rank_of: Callable[[str, bytes], int] = _no_rank,
     ) -> None:
         self._context = context
         self._pool = pool
         self._index = index
         self._new_order = new_order
+        self._rank_of = rank_of
         self._entries: dict[tuple[str, bytes], Entry] = {}
         self._orders: dict[int, EvictionOrder[Entry]] = {}
         self._on_removed: Callable[[Entry], None] | None = None
@@ -398,6 +419,7 @@ class ResidentObjects:
         self._pool.move(slot, SlotState.COMMITTED)
         order = self.order(slot.segment.kind)
         order.admit(entry)
+        self._restore_rank(entry, order)
         self.accounts.add(entry.tenant, entry.slot_bytes)
         self._context.record(entry)
         if entry.unverified is None:
@@ -459,6 +481,17 @@ class ResidentObjects:
         """The object is evicted after all others, or no longer is."""
         self._orders[entry.slot_bytes].retain(entry, retained)
 
+    def rank_changed(self, namespace: str, key: bytes) -> None:
+        """Takes over what ``rank_of`` says of a key, whether it is in RAM or not."""
+        entry = self._entries.get((namespace, key))
+        if entry is not None and not entry.evicting:
+            self._orders[entry.slot_bytes].await_item(entry, self._rank_of(namespace, key))
+
+    def _restore_rank(self, entry: Entry, order: EvictionOrder[Entry]) -> None:
+        rank = self._rank_of(entry.namespace, entry.key)
+        if rank:
+            order.await_item(entry, rank)
+
     def hit(self, entry: Entry) -> None:
         """Notes a use of the object."""
         entry.uses += 1
@@ -474,6 +507,8 @@ class ResidentObjects:
         """Excludes an object that is not pinned from further evictions: the notice ``token`` names
         it."""
         self._remove_bytes(entry)
+        if self._rank_of(entry.namespace, entry.key):
+            self._context.count("awaited_evictions")
         entry.evicting = token
         self._orders[entry.slot_bytes].leave(entry)
         self._pool.move(entry.slot, SlotState.EVICTING)
@@ -488,6 +523,7 @@ class ResidentObjects:
         order.offer(entry)
         if entry.retained_until:
             order.retain(entry, True)
+        self._restore_rank(entry, order)
         self._pool.move(entry.slot, SlotState.COMMITTED)
         if self._index.is_open(entry.namespace):
             self._context.emit(
