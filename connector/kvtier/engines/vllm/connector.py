@@ -28,7 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvtier.config.loader import load_for_engine
 from kvtier.engines.common.tierd_session import TierdSession
-from kvtier.engines.vllm import early_start, engine_signals, weights
+from kvtier.engines.vllm import early_pool, early_start, engine_signals, weights
 from kvtier.engines.vllm.config import engine_name, planner_for, use_vllm_log_handlers
 from kvtier.engines.vllm.counters import WITHOUT_TIERS, off_reason
 from kvtier.engines.vllm.identity import IdentityBuilder
@@ -91,7 +91,7 @@ def _watch_engine() -> None:
     own is forked. Where it is spawned, the plugin does this (``KVTIER_TOPOLOGY``).
     """
     try:
-        weights.install(early_start.start_in_engine_process)
+        weights.install(early_start.start_in_engine_process, early_pool.begin)
     except Exception as error:  # the worker side reports that the weights are unknown
         logger.exception("KVTier: cannot watch the loading of weights: %s", error)
 
@@ -135,6 +135,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             self._off_reason = f"{type(error).__name__}: {error}"
             self._stats.add("off", 1, off_reason(error))
             logger.exception("KVTier: serving without tiers after an unexpected error")
+        if self._off_reason:
+            early_pool.abandon()
         if self._off_reason and role is KVConnectorRole.SCHEDULER:
             early_start.abandon(topology_directory(vllm_config.kv_transfer_config))
 
