@@ -76,7 +76,8 @@ def test_a_request_that_is_gone_ends_its_prefetch(testbed: SchedulerTestbed) -> 
     testbed.build()
     (message,) = testbed.client.take(Prefetch)
     testbed.finish(request, "FINISHED_ABORTED")
-    assert [each.promotion for each in testbed.client.take(Cancel)] == [message.promotion]
+    ended = [each.promotion for each in testbed.client.take(Cancel)]
+    assert ended == [message.promotion, message.queued]
     assert testbed.scheduler.snapshot()["requests"] == 0
 
 
