@@ -399,7 +399,8 @@ class PrefixOrder:
         return found or self._awaited.last(group)
 
     def awaited_victim(self) -> int:
-        """What is evicted of the awaited nodes, or ``NONE``. It stays."""
+        """The awaited leaf that is not parked and whose use is the furthest in the future, or
+        ``NONE``. It stays. For use when ``victim`` finds none."""
         return self._awaited.last()
 
     def _oldest(self, kind: int) -> int:
@@ -440,13 +441,12 @@ class PrefixOrder:
 
         A leaf of the list of nodes used often is passed over for a later one of the other list
         while its list is no more than a ``KEPT_SHARE``-th of all, and for ``KEPT_TURNS``. Retained
-        ones are passed over while they are no more than a ``RETAINED_SHARE``-th, and awaited ones
-        while there is another.
+        ones are passed over while they are no more than a ``RETAINED_SHARE``-th. Awaited ones are
+        none (``awaited_victim``).
         """
-        found = self._victim()
         if self.candidates[_RETAINED_KIND]:
-            found = self.retained_victim(found)
-        return found or self._awaited.last()
+            return self.retained_victim(self._victim())
+        return self._victim()
 
     def retained_victim(self, other: int) -> int:
         """What is evicted instead of ``other``, which is not retained or ``NONE``."""

@@ -143,9 +143,11 @@ class CheckedOrder:
         ends = [each for each in free if (each.namespace, each.key) not in followers]
         found = self._inner.victim(urgent)
         if found is None:
-            assert not (free if urgent else ends), "objects that are not in use are not evicted"
+            left = free if urgent else set(ends) - self._awaited.keys()
+            assert not left, "objects that are not in use are not evicted"
             return None
         assert found in free, "an object in use is evicted"
+        assert urgent or found not in self._awaited, "an awaited object is evicted without need"
         if ends:
             assert found in ends, "an object is evicted before one that follows it"
             self._check_awaited(found, ends)

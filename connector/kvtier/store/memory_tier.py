@@ -75,8 +75,8 @@ class EvictionOrder(Protocol[T]):
     def victim(self, urgent: bool = True) -> T | None:
         """Returns the next object to evict, which is leaving; None if all are in use.
 
-        ``urgent``: otherwise None as well while evicting it would orphan an object in use, which
-        may soon be evicted instead.
+        ``urgent``: otherwise None as well while a queued request is going to use it, or evicting it
+        would orphan an object in use: another one may soon be evicted instead.
         """
         ...
 
@@ -113,7 +113,8 @@ class LruPolicy(Generic[ItemT, IdentityT]):
     is not resident, the object is evicted before others. ``tenant`` returns whom it belongs to,
     empty if to no tenant.
 
-    While every leaf is in use, the victim is an object that only objects in use follow.
+    While every leaf is in use or awaited, the victim is an awaited one, and while every leaf is in
+    use, an object that only objects in use follow.
     """
 
     def __init__(
@@ -188,7 +189,7 @@ class LruPolicy(Generic[ItemT, IdentityT]):
 
     def victim(self, urgent: bool = True) -> ItemT | None:
         """The end of the least recently used prefix, which is leaving."""
-        return self._take(self._tree.victim() or (self._tree.blocked() if urgent else NONE))
+        return self._take(self._tree.victim() or (self._last_resort() if urgent else NONE))
 
     def next_of(self, tenant: bytes) -> ItemT | None:
         """The end of the tenant's least recently used prefix."""
@@ -217,6 +218,9 @@ class LruPolicy(Generic[ItemT, IdentityT]):
 
     def __len__(self) -> int:
         return sum(self._tree.candidates)
+
+    def _last_resort(self) -> int:
+        return self._tree.awaited_victim() or self._tree.blocked()
 
     def _return(self, item: ItemT) -> None:
         """An object that was leaving stays."""
@@ -354,8 +358,7 @@ class ArcPolicy(LruPolicy[ItemT, IdentityT]):
         node = tree.oldest(often=not recent_first) or tree.oldest(often=recent_first)
         if tree.candidates[2]:
             node = tree.retained_victim(node)
-        node = node or tree.awaited_victim()
-        return self._take(node or (tree.blocked() if urgent else NONE))
+        return self._take(node or (self._last_resort() if urgent else NONE))
 
 
 class ResidentObjects:
