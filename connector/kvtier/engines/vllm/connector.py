@@ -27,11 +27,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvtier.config.loader import load_for_engine
+from kvtier.engines.common.lora import AdapterDigests
 from kvtier.engines.common.tierd_session import TierdSession
 from kvtier.engines.vllm import early_pool, early_start, engine_signals, weights
 from kvtier.engines.vllm.config import engine_name, planner_for, use_vllm_log_handlers
 from kvtier.engines.vllm.counters import WITHOUT_TIERS, off_reason
 from kvtier.engines.vllm.identity import IdentityBuilder
+from kvtier.engines.vllm.identity_fields import adapter_settings
 from kvtier.engines.vllm.kv_events import events_for
 from kvtier.engines.vllm.metadata import StepMetadata, WorkerReport
 from kvtier.engines.vllm.metrics import KVTierPromMetrics, KVTierStats
@@ -170,7 +172,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         engine = engine_name(vllm_config)
         identity = IdentityBuilder(vllm_config, planner, topology.structural)
         session = TierdSession(topology, planner, engine, identity)
-        scheduler = KVTierConnectorScheduler(session, planner)
+        adapters = AdapterDigests(settings=adapter_settings(vllm_config))
+        scheduler = KVTierConnectorScheduler(session, planner, adapters=adapters)
         scheduler.events = events_for(vllm_config, kv_cache_config, topology, planner, session)
         self._supervisor = early_start.take(directory, topology)
         self._supervisor.ensure()

@@ -224,7 +224,11 @@ def begin(vllm_config: VllmConfig) -> PendingFingerprint:
             return PendingFingerprint(WeightsFingerprint("", reason))
         worker = _worker_of(vllm_config)
         if worker is None:
-            reason = "the worker that holds the weights was not found"
+            # With an explicit setting of the hybrid KV cache manager vLLM imports the connector
+            # after it has created the worker.
+            reason = (
+                "KVTier was loaded after the worker that holds the weights; set KVTIER_TOPOLOGY"
+            )
             return PendingFingerprint(WeightsFingerprint("", reason))
         models = _models.digests.get(worker)
         if models is None or not models.start_again(worker):
