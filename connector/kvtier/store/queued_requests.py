@@ -25,7 +25,7 @@ from kvtier.store.operations import EngineState
 from kvtier.store.types import MAX_QUEUED_REQUESTS
 
 QUEUED_SECONDS = 600.0
-"""How long a request protects anything: one that never gets its turn must not do so for ever."""
+"""How long a request protects anything: one that never gets its turn must not do so without end."""
 _MAX_OUTDATED = 16
 
 

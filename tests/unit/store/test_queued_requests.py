@@ -246,7 +246,7 @@ def test_the_number_of_requests_is_bounded_and_groups_are_checked(
     assert fixture.counted("queued_requests_rejected", "", "too_many") == 2
     fixture.store.queue("other", fixture.number(), [(7, block_hash(0))])
     assert fixture.counted("protocol_violations", "", "unknown_group") == 1
-    fixture.store.queue("nobody", 1, [(0, block_hash(0))])
+    fixture.store.queue("unknown", 1, [(0, block_hash(0))])
     assert len(fixture.store._queued) == 4
 
 
