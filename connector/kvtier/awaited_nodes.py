@@ -35,6 +35,10 @@ class AwaitedNodes:
     def __len__(self) -> int:
         return len(self._ranks)
 
+    def rank_of(self, node: int) -> int:
+        """The rank of a node; 0 if it is not awaited."""
+        return self._ranks.get(node, 0)
+
     def set_rank(self, node: int, rank: int) -> None:
         """The node is awaited from here on, or at another place of the queue."""
         if self._ranks.get(node) != rank:

@@ -403,6 +403,10 @@ class PrefixOrder:
         ``NONE``. It stays. For use when ``victim`` finds none."""
         return self._awaited.last()
 
+    def rank_of(self, node: int) -> int:
+        """The rank at which a node is awaited; 0 if it is not."""
+        return self._awaited.rank_of(node)
+
     def _oldest(self, kind: int) -> int:
         """The least recently used leaf of the lists of one kind that is not parked."""
         if not self._counts:

@@ -194,6 +194,9 @@ class CheckedOrder:
             self._awaited[item] = rank
         self._inner.await_item(item, rank)
 
+    def rank_of_next(self) -> int:
+        return self._inner.rank_of_next()
+
     def _before(self, item: Entry) -> set[Entry]:
         """What an object follows. Messages can say that two objects follow each other: then neither
         has to go first."""

@@ -98,6 +98,10 @@ class EvictionOrder(Protocol[T]):
         """
         ...
 
+    def rank_of_next(self) -> int:
+        """The rank of the object to evict next; 0 if no queued request waits for it."""
+        ...
+
     def __len__(self) -> int:
         """How many objects can be evicted."""
         ...
@@ -215,6 +219,11 @@ class LruPolicy(Generic[ItemT, IdentityT]):
         node = self._nodes.get(self._identify(item))
         if node is not None and node in self._items:
             self._tree.await_node(node, rank)
+
+    def rank_of_next(self) -> int:
+        """The rank of the object to evict next; 0 if no queued request waits for it."""
+        tree = self._tree
+        return 0 if tree.victim() else tree.rank_of(tree.awaited_victim())
 
     def __len__(self) -> int:
         return sum(self._tree.candidates)

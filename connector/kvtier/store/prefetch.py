@@ -212,4 +212,8 @@ class Prefetches:
         if self._allocator.tenant_room(tenant) < size:
             return False
         kind = prefetch.engine.geometries[prefetch.keys[prefetch.position][0]].kind
-        return self._allocator.spare(kind) > 0
+        if self._allocator.spare(kind) <= 0:
+            return False
+        # The prefixes of requests before it are not evicted for it, nor its own for the rest of it.
+        rank = self._allocator.rank_of_next(kind)
+        return not rank or rank > self._queued.rank_of(prefetch.engine, prefetch.queued)

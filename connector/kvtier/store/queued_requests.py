@@ -159,6 +159,11 @@ class QueuedRequests:
             if before is not None:
                 self._forget(namespace, (before,), rank)
 
+    def rank_of(self, engine: EngineState, number: int) -> int:
+        """The place of a request; behind all others if it is not known."""
+        request = self._requests.get((engine.name, number))
+        return self._last_rank + 1 if request is None else request.rank
+
     def end(self, engine: EngineState, number: int) -> bool:
         """The request has left the queue. False if it is not known."""
         request = self._requests.pop((engine.name, number), None)

@@ -6,9 +6,12 @@ import pytest
 from tests.unit.store.store_fixture import NAMESPACE, StoreFixture, block_hash
 
 from kvtier.store import queued_requests
+from kvtier.store.allocator import RESERVE_SHARE, URGENT_CREDITS
 from kvtier.store.queued_requests import QUEUED_SECONDS
 from kvtier.store.types import ChunkId, CreditsGranted, KeysEvicting
 
+RESERVE_OF_64 = 64 // RESERVE_SHARE
+"""Slots of 64 that stay free for reads."""
 CONVERSATIONS, ROUNDS, TURN = 24, 6, 4
 """Turn: how many chunks a conversation grows by in each round."""
 CREDITS, RESERVE = 64, 16
@@ -135,12 +138,12 @@ def test_the_last_request_of_the_queue_loses_its_prefix_first() -> None:
         fixture.put_prompt(chunk)
     assert held(fixture, *range(10)) == list(range(10))
     assert held(fixture, *range(20, 30)) == list(range(20, 30))
-    # So many were missing at once: credits, and slots for reads.
-    assert fixture.counted("evictions") == 64 // 4 + 64 // 16
+    # So many are needed at once, as the engine had no credit left.
+    assert fixture.counted("evictions") == URGENT_CREDITS
     assert held(fixture, *range(10, 20)) == []
-    assert held(fixture, *range(100, 123)) == list(range(100, 123))
+    assert held(fixture, *range(100, 127)) == list(range(100, 127))
     # Of the prompt, only the last chunk was awaited itself.
-    assert fixture.counted("awaited_evictions") == 64 // 4 + 64 // 16 - 9
+    assert fixture.counted("awaited_evictions") == URGENT_CREDITS - 9
 
 
 @pytest.mark.parametrize("end", ["cancelled", "expired", "closed", "reset"])
@@ -258,3 +261,35 @@ def test_a_request_that_is_named_again_protects_what_it_was_named_with_last() ->
     assert len(fixture.store._queued) == 1
     fixture.put_prompt(*range(100, 140))
     assert held(fixture, *range(10)) == list(range(5))
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_a_prefetch_evicts_no_prefix_of_requests_before_it(last: bool) -> None:
+    """RAM is full of what two requests wait for. A prefetch takes the room of later ones only."""
+    fixture = StoreFixture(slots=64, read_threads=8)
+    fixture.engine()
+    fixture.put_in_tier(*range(6))
+    for first in (100, 200):
+        fixture.put_prompt(*range(first, first + 22))
+    before = held(fixture, *range(100, 122), *range(200, 222))
+    number = 0 if last else queue(fixture)
+    queue(fixture, max(before))
+    queue(fixture, max(chunk for chunk in before if chunk < 200))
+    while len(fixture.credits()) > 2:
+        chunk = 1_000 + fixture.number()
+        queue(fixture, chunk)
+        fixture.put(chunk)
+        fixture.settle()
+        fixture.advance(0.11)
+    if last:
+        number = queue(fixture)
+    prefetch = fixture.number()
+    keys = [(0, block_hash(chunk)) for chunk in range(6)]
+    fixture.store.prefetch("e", prefetch, keys, queued=number)
+    for _ in range(6):
+        fixture.settle("read:")
+        fixture.advance(0.11)
+    # What is free it may have.
+    free = RESERVE_OF_64
+    assert held(fixture, *range(6)) == list(range(free if last else 6))
+    assert held(fixture, *before) == before
