@@ -27,6 +27,10 @@ MAX_UNSENT = 65_536
 loss will be noticed."""
 
 
+REARM_SECONDS = (10.0, 60.0, 360.0)
+"""How long KVTier is off after each unexpected error. After one more it is off until restart."""
+
+
 class WorkerClient(Protocol):
     """The part of ``TierdClient`` that a worker uses."""
 
@@ -38,6 +42,8 @@ class WorkerClient(Protocol):
     def send(self, message: Message) -> bool: ...
 
     def reattach(self, drained_epoch: int) -> None: ...
+
+    def drop(self, reason: str) -> None: ...
 
     def close(self, timeout_seconds: float) -> None: ...
 
