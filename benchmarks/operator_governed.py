@@ -4,9 +4,8 @@ A real API server holds 500 policies and the 2,000 pods that they govern. Contro
 as their own processes with default settings, the controller as two replicas. Then 18,000 pods
 without a policy are added, most of them in namespaces without policies, and the processes are
 started again. The leader is killed with SIGKILL, and the policy that comes last in every list
-changes. The ratio is the leader's
-memory with all pods divided by its memory with the governed ones; 1 means that memory follows what
-is governed.
+changes. The ratio is the leader's memory with all pods divided by its memory with the governed
+ones; 1 means that memory follows what is governed.
 """
 
 from __future__ import annotations
