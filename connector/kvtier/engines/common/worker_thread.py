@@ -372,11 +372,6 @@ class TransferThread:
             self._counters.add("shards_refused")
             logger.warning("KVTier: serving without tiers: invalid slot layout: %s", problem)
 
-    @property
-    def _can_copy(self) -> bool:
-        """Whether slots can be addressed: a pool is attached, and the layout of slots is known."""
-        return self._engine.pool is not None and self._context.shards.known
-
     def _update_epoch(self) -> None:
         """Copies are possible once a pool is attached and the layout of its slots is known."""
         welcome = self._welcome

@@ -52,6 +52,7 @@ class _LoadedModels:
     def __init__(self) -> None:
         self.installed = False
         self.on_worker: Callable[[], None] | None = None
+        self.on_model: Callable[[], None] | None = None
         self.workers: list[weakref.ref[Any]] = []
         self.created: weakref.WeakKeyDictionary[torch.nn.Module, frozenset[str]] = (
             weakref.WeakKeyDictionary()
@@ -71,16 +72,20 @@ class _LoadedModels:
 _models = _LoadedModels()
 
 
-def install(on_worker: Callable[[], None] | None = None) -> None:
+def install(
+    on_worker: Callable[[], None] | None = None, on_model: Callable[[], None] | None = None
+) -> None:
     """Wraps vLLM's worker and model loading. Idempotent. Call it before models are loaded.
 
-    ``on_worker`` is called when a worker is created, before it loads a model; it must not raise.
+    ``on_worker`` is called when a worker is created, and ``on_model`` when it has a device and is
+    about to load weights, for each model. They must not raise.
     Raises ``ImportError`` or ``AttributeError`` for a vLLM without these functions.
     """
     from vllm.model_executor.model_loader import utils
     from vllm.v1.worker.worker_base import WorkerBase
 
     _models.on_worker = on_worker or _models.on_worker
+    _models.on_model = on_model or _models.on_model
     _wrap(WorkerBase, "__init__", _note_worker, before=False)
     # vLLM calls it for each model, drafts included, before the model's weights are loaded.
     _wrap(utils, "record_metadata_for_reloading", _note_model, before=True)
@@ -115,6 +120,8 @@ def _note_worker(worker: Any) -> None:
 def _note_model(model: torch.nn.Module) -> None:
     """Notes the parameters of a new model, and wraps what processes them after loading."""
     _models.changes += 1
+    if _models.on_model is not None:
+        _models.on_model()
     for module in model.modules():
         names = (name for name, each in _own_parameters(module) if each.numel())
         _models.created[module] = frozenset(names)
@@ -217,7 +224,11 @@ def begin(vllm_config: VllmConfig) -> PendingFingerprint:
             return PendingFingerprint(WeightsFingerprint("", reason))
         worker = _worker_of(vllm_config)
         if worker is None:
-            reason = "the worker that holds the weights was not found"
+            # With an explicit setting of the hybrid KV cache manager vLLM imports the connector
+            # after it has created the worker.
+            reason = (
+                "KVTier was loaded after the worker that holds the weights; set KVTIER_TOPOLOGY"
+            )
             return PendingFingerprint(WeightsFingerprint("", reason))
         models = _models.digests.get(worker)
         if models is None or not models.start_again(worker):
@@ -318,9 +329,8 @@ class _ModelDigests:
 
         The device begins before the modules are compared, because requests wait for it.
         """
-        if not self.digests.unmoved:
+        if not self.digests.start_again():
             return False
-        self.digests.start()
         if self._structure == _structure(worker):
             return True
         # What was launched still reads tensors; they must not be freed before it ends.
