@@ -228,8 +228,11 @@ class WorkerLoads:
             load.in_flight.clear()
             try:
                 self._end(load)
-            except Exception:  # noqa: BLE001 - the others must be reported in any case
+            except Exception:  # noqa: BLE001 - this one and the others must be reported
+                self._counters.add("step_errors")
                 self._active.pop(load.job.load, None)
+                end = LoadEnd.rejected(load.job, "error", report_expected=not load.reported)
+                self._context.completions.add_load(end)
 
     def advance(self, before_kernels: bool = False) -> bool:
         """Collects what has ended and submits what there is room for; returns whether anything
