@@ -19,7 +19,7 @@ demo: install ## run the main job: a real vLLM reloads what it computed (KVTIER_
 	@$(PYTHON) -m kvtier.cli.demo
 endif
 
-demo-cluster: install ## run chart, operator and vLLM in pods on a real Kubernetes (root; about 5 minutes)
+demo-cluster: install ## run chart, operator and vLLM in pods on a real Kubernetes (root; 5 to 10 minutes)
 	@tools/debian-packages
 	@$(PYTHON) tests/cluster/demo_cluster.py
 
