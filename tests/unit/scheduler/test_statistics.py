@@ -267,7 +267,9 @@ def _counted_by(node: ast.AST) -> Iterator[tuple[str, str]]:
         owner = ast.unparse(node.func.value)
         if node.func.attr in SOURCES:
             counter, position = SOURCES[node.func.attr]
-            yield from ((counter, value) for value in _strings(node.args[position]))
+            # A method of the same name without arguments counts nothing.
+            for argument in node.args[position : position + 1]:
+                yield from ((counter, value) for value in _strings(argument))
         elif node.func.attr == "add" and owner.endswith("_counters"):
             for value in _strings(node.args[0]):
                 if value not in NOT_EVENTS:
