@@ -38,7 +38,7 @@ Plant = Callable[[Patch], None]
 
 
 def _code(function: Callable[..., Any], replacement: Callable[..., Any]) -> Plant:
-    """Replaces what a function does, for everybody who has imported it."""
+    """Replaces what a function does, for every module that has imported it."""
 
     def plant(patch: Patch) -> None:
         target: Any = function
