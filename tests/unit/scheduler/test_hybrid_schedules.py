@@ -32,7 +32,6 @@ BATCHES = 5
 MAX_STEPS = 400
 MAX_NEW_TOKENS = 60
 EVERY_BATCH = {
-    "a load failed",
     "a request was aborted",
     "a request was preempted",
     "a reset was asked for",
