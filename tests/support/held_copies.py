@@ -77,8 +77,10 @@ class HeldCopyEngine(CpuCopyEngine):
         with self._mutex:
             if self._fail:
                 message, self._fail = self._fail, ""
-                # A device that has failed runs nothing of it afterwards.
-                self._held = [each for each in self._held if each[0] is not handle]
+                # The device runs nothing of it afterwards.
+                kept = [each for each in self._held if each[0] is not handle]
+                self._held.clear()
+                self._held.extend(kept)
                 raise RuntimeError(message)
             return all(held is not handle for held, _ in self._held)
 

@@ -109,7 +109,7 @@ class SimulatedTierd:
         elif isinstance(message, LoadReleased):
             self.pins.pop(message.load, None)
         else:
-            # What a prefetch brings would only be in RAM earlier.
+            # What a prefetch brings would only be in RAM earlier, as what queued requests need.
             assert isinstance(message, EvictionAck | Prefetch | Queued), message
         return True
 
@@ -215,10 +215,12 @@ class SimulatedTierd:
         self.on_lost("the test says so")
 
     def evict(self, announce: bool) -> None:
-        """Evicts one object that nothing pins, and writes over it. ``announce``: the scheduler side
-        is told before, else afterwards."""
-        pinned = self._pinned() if announce else set()
+        """Evicts one object, and writes over it. ``announce``: the scheduler side is told before,
+        and nothing pins the object. Else it is told afterwards, and a load may name it."""
+        pinned = self._pinned()
         keys = [key for key, slot in self.ram.items() if slot not in pinned]
+        if not announce and pinned:
+            keys = [key for key, slot in self.ram.items() if slot in pinned] or keys
         if not keys or not self.attached:
             return
         key = self.random.choice(keys)

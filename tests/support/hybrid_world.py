@@ -9,6 +9,7 @@ words, evicts, promotes from a second tier, and is lost and found again.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -121,6 +122,11 @@ LAYOUTS: dict[str, Callable[[], list[Any]]] = {
     ],
 }
 """KV cache groups by name."""
+
+
+def blocks_for(layout: str, tokens: int) -> int:
+    """How many blocks a request of ``tokens`` tokens takes at most, the null block included."""
+    return 1 + sum(-(-tokens // spec.block_size) + 1 for spec in LAYOUTS[layout]())
 
 
 @dataclass(frozen=True)
@@ -249,7 +255,8 @@ class World:
     requests: dict[str, Any] = field(default_factory=dict)
     finished: set[str] = field(default_factory=set)
     outbox: list[tuple[int, int, bool, int]] = field(default_factory=list)
-    aborted: int = 0
+    happened: Counter[str] = field(default_factory=Counter)
+    """What the schedule has gone through, by name."""
     checked_tokens: int = 0
     run_directory: str = "/dev/shm/kvtier-unit-test"
     engine_name: str = "engine/dp0"
@@ -361,7 +368,7 @@ class World:
         if name not in self.finished:
             self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
             self.finished.add(name)
-            self.aborted += 1
+            self.happened["a request was aborted"] += 1
 
     # tierd.
 
@@ -436,6 +443,10 @@ class World:
         )
         self.scheduler.update_from_output(output, result)
         self.finished |= set(self.requests) - set(self.scheduler.requests)
+        self.happened["a load failed"] += bool(failed or invalid)
+        self.happened["a request was preempted"] = sum(
+            request.num_preemptions for request in self.requests.values()
+        )
 
     def _all_ranks(self, recving: list[set[str]]) -> set[str]:
         """Requests that every rank has reported, as vLLM's aggregator finds them."""
@@ -587,6 +598,7 @@ def _connector(vllm_config: Any, config: KVCacheConfig, scheduler: Any) -> KVTie
     KVConnectorBase_V1.__init__(made, vllm_config, KVConnectorRole.SCHEDULER, config)
     made._scheduler, made._worker, made._supervisor = scheduler, None, None
     made._off_reason, made._errors, made._rearm_at = "", 0, float("inf")
+    made._hook_errors = 0
     made._reported_off = False
     made._stats, made._steps, made._chunk_tokens = KVTierStats(), 0, CHUNK
     made._counts_stores = False

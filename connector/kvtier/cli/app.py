@@ -310,6 +310,10 @@ def inspect(
             help="Also read every header: prefixes, ages, and what is evicted next.",
         ),
     ] = False,
+    tenants: Annotated[
+        bool,
+        typer.Option("--tenants", help="Also read every header: what each tenant holds."),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Show the contents of a file tier: namespaces, sizes, ages, writers and the janitor."""
@@ -318,12 +322,12 @@ def inspect(
 
     found, failed = each_directory(
         directories,
-        lambda directory: prefixes_command.inspect_all(directory, prefixes),
+        lambda directory: prefixes_command.inspect_all(directory, prefixes, tenants),
         prefixes_command.inspected_json if as_json else None,
         prefixes_command.show_inspected,
     )
     if not as_json:
-        show_shares([survey.total_bytes for survey, _, _ in found])
+        show_shares([each.survey.total_bytes for each in found])
     raise typer.Exit(1 if failed else 0)
 
 

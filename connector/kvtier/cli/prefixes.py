@@ -1,22 +1,25 @@
-"""``kvtier inspect --prefixes``: what a file tier holds, by prefix and age, and what goes next."""
+"""``kvtier inspect --prefixes`` and ``--tenants``: what a file tier holds, by prefix and age, what
+goes next, and whom it belongs to."""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.table import Table
 from rich.text import Text
 
 from kvtier.cli.console import console, print_table
 from kvtier.cli.directory import age_text, inspect, inspect_json, show_inspect, size_text
-from kvtier.tiers.filesystem.inspect import Survey, tier_root
+from kvtier.tiers.filesystem.inspect import Survey, TenantSurvey, survey_tenants, tier_root
 from kvtier.tiers.filesystem.prefixes import AGES, NamespacePrefixes, PrefixSurvey, survey_prefixes
 
 MAX_TREES = 10
 """Prefixes that are listed for each namespace."""
 _KEY_DIGITS = 16
+MAX_TENANTS = 50
+"""Tenants that are listed in text."""
 
 
 def inspect_prefixes(directory: Path) -> tuple[PrefixSurvey, float]:
@@ -28,29 +31,73 @@ def inspect_prefixes(directory: Path) -> tuple[PrefixSurvey, float]:
     return survey_prefixes(tier_root(directory), now), now
 
 
-Inspected = tuple[Survey, tuple[PrefixSurvey, float] | None, float]
-"""What is in a directory, its prefixes if they were asked for, and the time (Unix time)."""
+class Inspected(NamedTuple):
+    """What is in a directory, its prefixes and tenants if they were asked for, and the time (Unix
+    time)."""
+
+    survey: Survey
+    prefixes: tuple[PrefixSurvey, float] | None
+    tenants: TenantSurvey | None
+    now: float
 
 
-def inspect_all(directory: Path, prefixes: bool) -> Inspected:
+def inspect_all(directory: Path, prefixes: bool, tenants: bool) -> Inspected:
     """Surveys a directory. Raises ``ConfigurationError`` and ``OSError``."""
     survey, now = inspect(directory)
-    return survey, inspect_prefixes(directory) if prefixes else None, now
+    return Inspected(
+        survey,
+        inspect_prefixes(directory) if prefixes else None,
+        survey_tenants(tier_root(directory), now) if tenants else None,
+        now,
+    )
 
 
 def inspected_json(found: Inspected) -> dict[str, Any]:
     """The output of ``kvtier inspect --json``."""
-    survey, prefixes, now = found
-    more = {} if prefixes is None else prefixes_json(*prefixes)
-    return {**inspect_json(survey, now), **more}
+    document = inspect_json(found.survey, found.now)
+    if found.prefixes is not None:
+        document |= prefixes_json(*found.prefixes)
+    if found.tenants is not None:
+        document |= tenants_json(found.tenants)
+    return document
 
 
 def show_inspected(found: Inspected) -> None:
     """Prints a survey."""
-    survey, prefixes, now = found
-    show_inspect(survey, now)
-    if prefixes is not None:
-        show_prefixes(*prefixes)
+    show_inspect(found.survey, found.now)
+    if found.prefixes is not None:
+        show_prefixes(*found.prefixes)
+    if found.tenants is not None:
+        capacity = (found.survey.ledger or {}).get("capacity")
+        show_tenants(found.tenants, capacity if isinstance(capacity, int) else 0)
+
+
+def tenants_json(found: TenantSurvey) -> dict[str, Any]:
+    """What ``--tenants`` adds to the output of ``kvtier inspect --json``."""
+    return {
+        "tenants": [
+            {"tenant": each.tenant or None, "objects": each.objects, "bytes": each.size_bytes}
+            for each in found.tenants
+        ],
+        "objectsOfUnknownTenant": found.unknown,
+    }
+
+
+def show_tenants(found: TenantSurvey, capacity_bytes: int) -> None:
+    """Prints what tenants hold. ``capacity_bytes``: of the directory; 0 if it is unknown."""
+    table = _table("tenant", "objects", "size", "of capacity")
+    for each in found.tenants[:MAX_TENANTS]:
+        share = f"{100 * each.size_bytes / capacity_bytes:.1f}%" if capacity_bytes else "-"
+        table.add_row(
+            Text(each.tenant or "none"), f"{each.objects:,}", size_text(each.size_bytes), share
+        )
+    out = console()
+    out.print()
+    print_table(table)
+    if len(found.tenants) > MAX_TENANTS:
+        out.print(Text(f"and {len(found.tenants) - MAX_TENANTS:,} that hold less"))
+    if found.unknown:
+        out.print(Text(f"of {found.unknown:,} objects the tenant is unknown", style="yellow"))
 
 
 def prefixes_json(found: PrefixSurvey, now: float) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from kvtier.cli.cluster.reports import failed, parsed
 from kvtier.cli.cluster.top import TopView, read_cluster
 from kvtier.cli.inputs import CommandError
 from kvtier.cli.main import main
+from kvtier.tenants import tenant_id
 from kvtier_operator.controller.pods.reports import NO_REPORT, LastReport
 from kvtier_operator.kube.resources import PODS, SECRETS
 
@@ -75,7 +76,75 @@ def test_json_has_bytes_and_no_rounded_values() -> None:
         "capacityBytes": 1 << 30,
         "hitTokens": 40,
         "lastError": None,
+        "tenants": 0,
+        "tenantShareBytes": None,
+        "largestTenants": [],
     }
+
+
+POLICY_TENANT = tenant_id("serving/chat", "Policy").hex()
+SALTED = tenant_id("salt-of-a-customer", "CacheSalt").hex()
+
+
+def tenants_view() -> TopView:
+    """An engine whose RAM is shared by seven tenants, one of which is the policy itself."""
+    others = [f"{number:016x}" for number in range(1, 6)]
+    held = [(SALTED, 300 << 20), (POLICY_TENANT, 200 << 20), *((each, 1 << 20) for each in others)]
+    document = pods.status_document(
+        pods.tier_document(
+            tenants=40,
+            tenantShareBytes=256 << 20,
+            largestTenants=[{"tenant": each, "usedBytes": used} for each, used in held],
+        ),
+        pods.tier_document("disk", tenants=1, largestTenants=[{"tenant": SALTED, "usedBytes": 5}]),
+    )
+    cluster = installed((PODS, pods.running(pods.injected_pod("a"))))
+    return view(cluster, parsed(json.dumps(document).encode()))
+
+
+def test_the_accounts_of_tenants_are_shown_by_tier(capsys: pytest.CaptureFixture[str]) -> None:
+    top.show(tenants_view())
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    start = next(number for number, line in enumerate(lines) if "TENANT" in line)
+    rows = lines[start + 1 :]
+    assert rows[0] == ["a", "ram", SALTED[:8], "300", "MiB", "256", "MiB", "117%"]
+    assert rows[1] == ["a", "ram", "policy", "chat", "200", "MiB", "256", "MiB", "78%"]
+    assert rows[top.MAX_TENANTS] == ["a", "ram", "and", "35", "more"]
+    assert rows[top.MAX_TENANTS + 1] == ["a", "disk", SALTED[:8], "5", "B", "-", "-"]
+
+
+def test_the_accounts_of_tenants_are_in_the_json() -> None:
+    (engine,) = top.to_json(tenants_view())["engines"]
+    ram, disk = engine["tiers"]
+    assert (ram["tenants"], ram["tenantShareBytes"]) == (40, 256 << 20)
+    assert ram["largestTenants"][:2] == [
+        {"tenant": SALTED, "policy": None, "usedBytes": 300 << 20},
+        {"tenant": POLICY_TENANT, "policy": "chat", "usedBytes": 200 << 20},
+    ]
+    assert len(ram["largestTenants"]) == 7
+    assert disk["tenantShareBytes"] is None
+
+
+def test_tenants_of_a_report_are_read_as_untrusted_data() -> None:
+    """Only digests of the right form, and at most sixteen of them."""
+    bad = [
+        {"tenant": "[red]x[/red]", "usedBytes": 1},
+        {"tenant": SALTED.upper(), "usedBytes": 1},
+        {"tenant": 7, "usedBytes": 1},
+        {"tenant": SALTED, "usedBytes": -1},
+    ]
+    many = [{"tenant": f"{number:016x}", "usedBytes": number} for number in range(100)]
+    tier = pods.tier_document(tenants="x", tenantShareBytes=-5, largestTenants=[*bad, *many])
+    found = parsed(json.dumps(pods.status_document(tier)).encode()).report
+    assert found is not None
+    (read,) = found.tiers
+    assert (read.tenants, read.tenant_share_bytes) == (0, 0)
+    assert read.largest_tenants[0] == (SALTED, 0)
+    assert len(read.largest_tenants) == 16 - 3
+    (none,) = parsed(
+        json.dumps(pods.status_document(pods.tier_document(largestTenants="x"))).encode()
+    ).report.tiers  # type: ignore[union-attr]
+    assert none.largest_tenants == ()
 
 
 def test_an_engine_that_does_not_answer_stays_in_the_table(

@@ -213,6 +213,14 @@ def test_a_field_of_a_newer_definition_is_reported_and_changes_nothing() -> None
     assert "spec.tiers[0].burst: has no effect" in accepted.message
 
 
+def test_a_share_of_tenants_without_effect_on_a_tier_is_reported() -> None:
+    remote = {"name": "remote", "lmcache": {"url": "redis://cache:6379"}}
+    planned = plan(Observed(cached_policy(tiers=[remote], tenants={"maxPercent": 25})), SETTINGS)
+    (accepted,) = [each for each in planned.conditions if each.type == "Accepted"]
+    assert (accepted.status, accepted.reason) == ("True", "NotEnforced")
+    assert "spec.tenants.maxPercent: has no effect on tier remote" in accepted.message
+
+
 def test_an_invalid_policy_keeps_its_objects() -> None:
     raw = dict(cached_policy(status={"liveGeneration": 3}).raw)
     broken = parse_policy({**raw, "spec": {**raw["spec"], "chunkTokens": 7}})

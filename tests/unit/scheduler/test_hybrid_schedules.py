@@ -7,11 +7,19 @@ each step that reads it: no wrong byte, no forgotten request, no leaked block, w
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from pathlib import Path
 from random import Random
 
 import pytest
-from tests.support.hybrid_world import CHUNK, LAYOUTS, World, WorldOptions, WrongByteError
+from tests.support.hybrid_world import (
+    CHUNK,
+    LAYOUTS,
+    World,
+    WorldOptions,
+    WrongByteError,
+    blocks_for,
+)
 
 from kvtier.config.models import Selection
 from kvtier.engines.common.worker_state import SlotGenerations
@@ -20,8 +28,20 @@ from kvtier.transfer.codec import Codec
 from kvtier.transfer.engine import CopyEngine
 
 SCHEDULES = 500
-BATCHES = 20
+BATCHES = 5
 MAX_STEPS = 400
+MAX_NEW_TOKENS = 60
+EVERY_BATCH = {
+    "a request was aborted",
+    "a request was preempted",
+    "a reset was asked for",
+    "one group's file was lost",
+    "one group's object was evicted",
+    "one rank's shard failed",
+    "tierd was found again",
+    "tierd was killed",
+}
+"""What the schedules of each batch go through at least once."""
 
 
 @pytest.fixture(scope="module")
@@ -95,11 +115,13 @@ def run_schedule(seed: int, directory: Path) -> World:
     random = Random(seed)
     layouts = sorted(LAYOUTS)
     layout, ranks = layouts[seed % len(layouts)], random.choice((1, 1, 2))
+    longest = random.choice((2, 7, 7)) * CHUNK
     options = WorldOptions(
         layout,
         directory,
         ranks=ranks,
-        blocks=random.choice((60, 90, 200)),
+        # With few blocks requests preempt one another.
+        blocks=int(blocks_for(layout, longest + MAX_NEW_TOKENS) * random.choice((1.1, 1.4, 3.0))),
         slots=random.choice((6, 20, 60)),
         step_tokens=random.choice((64, 128, 256)),
         seqs=random.choice((2, 4, 8)),
@@ -109,6 +131,7 @@ def run_schedule(seed: int, directory: Path) -> World:
     world = World(options, random)
     move = random.choice((0.2, 0.5, 1.0))
     troubles = random.choice((0.0, 0.1, 0.3))
+    arrivals = random.choice((0.1, 0.5))
     left = random.randrange(5, 10)
     number = 0
     for _ in range(MAX_STEPS):
@@ -116,10 +139,10 @@ def run_schedule(seed: int, directory: Path) -> World:
         if idle:
             # What follows is not in GPU memory.
             world.scheduler.reset_prefix_cache()
-        if left and random.random() < (0.9 if idle else 0.1):
+        if left and random.random() < (0.9 if idle else arrivals):
             left, number = left - 1, number + 1
-            prompt = _prompt(random, 2, 7 * CHUNK)
-            world.add(f"r{number}", prompt, random.choice((1, 3, 20)))
+            prompt = _prompt(random, 2, longest)
+            world.add(f"r{number}", prompt, random.choice((1, 3, 20, MAX_NEW_TOKENS)))
         if random.random() < 0.6:
             world.deliver()
         if random.random() < 0.5:
@@ -139,15 +162,23 @@ def run_schedule(seed: int, directory: Path) -> World:
 
 def _trouble(world: World, random: Random) -> None:
     what = random.randrange(9)
-    tierd = world.tierd
+    tierd, happened = world.tierd, world.happened
+    groups = len(world.planner.groups)
     if what < 3:
+        objects = len(tierd.ram)
         tierd.evict(announce=random.random() < 0.5)
+        if len(tierd.ram) < objects and groups > 1:
+            happened["one group's object was evicted"] += 1
     elif what == 3:
+        if tierd.disk and groups > 1:
+            happened["one group's file was lost"] += 1
         tierd.lose_file()
     elif what == 4 and tierd.attached:
         world.lose_tierd(keep_ram=random.random() < 0.5)
+        happened["tierd was killed"] += 1
     elif what == 5 and not tierd.attached:
         world.attach()
+        happened["tierd was found again"] += 1
     elif what == 6 and world.requests:
         world.abort(random.choice(sorted(world.requests)))
     elif what == 7:
@@ -155,8 +186,10 @@ def _trouble(world: World, random: Random) -> None:
         copies = random.choice(world.ranks).copies
         copies.move()
         copies.fail("the device says so")
+        happened["one rank's shard failed"] += len(world.ranks) > 1
     elif what == 8:
         world.scheduler.reset_prefix_cache()
+        happened["a reset was asked for"] += 1
 
 
 @pytest.mark.parametrize("batch", range(BATCHES))
@@ -164,13 +197,16 @@ def test_random_schedules_read_no_wrong_byte_and_forget_and_leak_nothing(
     batch: int, directory: Path
 ) -> None:
     loaded = 0
+    happened: Counter[str] = Counter()
     for seed in range(batch, SCHEDULES, BATCHES):
         try:
             world = run_schedule(seed, directory)
         except Exception as error:
             raise AssertionError(f"schedule {seed}: {type(error).__name__}: {error}") from error
         loaded += sum(world.kvtier.loads.in_flight.loaded_tokens.values())
+        happened.update(world.happened)
     assert loaded > 10 * CHUNK
+    assert {name for name, count in happened.items() if count} >= EVERY_BATCH
 
 
 @pytest.mark.parametrize(

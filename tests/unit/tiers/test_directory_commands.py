@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from kvtier.config.models import FileSystemTierDocument
 from kvtier.errors import TierMissError
 from kvtier.harness.file_writers import NAMESPACE, OBJECT_BYTES, directory_bytes, make, open_tier
 from kvtier.processes import process_tag
+from kvtier.tenants import tenant_id
 from kvtier.testing.damage import flip
 from kvtier.testing.objects import make_object
 from kvtier.tiers.base import ObjectRef, TierLimits
@@ -120,10 +122,30 @@ def test_inspect_prints_a_table(kvtier: Any, root: Path, tier: FileSystemTier) -
     assert "released" in kvtier("inspect", root).out
 
 
+def test_inspect_says_what_each_tenant_holds(kvtier: Any, root: Path, tier: FileSystemTier) -> None:
+    tenants = [tenant_id(name, "CacheSalt") for name in ("a", "b")]
+    for seed, tenant in ((50, tenants[0]), (51, tenants[1]), (52, tenants[1])):
+        ref, data, meta = make(seed)
+        tier.write(ref, data, replace(meta, tenant=tenant))
+    damaged = path_of(root, 0)
+    flip(damaged, 100, 1)
+    found = kvtier("inspect", root, "--tenants", "--json").json
+    assert found["tenants"] == [
+        {"tenant": None, "objects": 39, "bytes": 39 * OBJECT_BYTES},
+        {"tenant": tenants[1].hex(), "objects": 2, "bytes": 2 * OBJECT_BYTES},
+        {"tenant": tenants[0].hex(), "objects": 1, "bytes": OBJECT_BYTES},
+    ]
+    assert found["objectsOfUnknownTenant"] == 1
+    out = kvtier("inspect", root, "--tenants").out
+    assert re.search(rf"{tenants[1].hex()}\s+2\s+16.0 KiB\s+0.0%", out)
+    assert "of 1 objects the tenant is unknown" in out
+    assert "tenants" not in kvtier("inspect", root, "--json").json
+
+
 def test_inspect_writes_nothing(kvtier: Any, root: Path, tier: FileSystemTier) -> None:
     tier.close()
     before = {path: path.lstat().st_mtime_ns for path in root.rglob("*")}
-    kvtier("inspect", root)
+    kvtier("inspect", root, "--tenants")
     kvtier("gc", root, "--capacity", "100Ki", "--dry-run")
     assert {path: path.lstat().st_mtime_ns for path in root.rglob("*")} == before
 

@@ -73,6 +73,20 @@ def test_fields_without_effect_and_fields_of_a_newer_definition_give_warnings() 
     assert fields == {"spec.monitoring.podMonitor", "spec.fromTheFuture"}
 
 
+REMOTE = {"name": "remote", "lmcache": {"url": "redis://cache:6379"}}
+
+
+def test_a_share_of_tenants_on_an_lmcache_tier_gives_a_warning() -> None:
+    found = validated(ram_and(REMOTE, tenants={"maxPercent": 25}))
+    assert not found.errors
+    assert list(found.warnings) == [
+        "spec.tenants.maxPercent: has no effect on tier remote: KVTier does not evict from an "
+        "lmcache tier by tenant"
+    ]
+    assert not validated(ram_and(REMOTE)).warnings
+    assert not validated(ram_and(REMOTE, tenants={"maxPercent": 100})).warnings
+
+
 def test_restarts_that_the_administrator_does_not_allow_give_a_warning() -> None:
     found = validated(policy_document(rollout={"strategy": "RestartWorkloads"}))
     assert list(found.warnings) == [NO_RESTARTS]

@@ -122,6 +122,38 @@ def test_one_bit_of_any_parameter_or_buffer_changes_the_fingerprint(name: str) -
     assert _take(model).text == before
 
 
+@pytest.mark.parametrize("hash_on_host", [True, False], ids=["host", "device"])
+def test_one_bit_of_one_element_of_a_large_weight_changes_the_digest(hash_on_host: bool) -> None:
+    """A digest of samples of a weight would not see it, wherever they are taken."""
+    weight = torch.zeros(1 << 16, dtype=torch.float32)
+    words = weight.view(torch.int32)
+
+    def digest() -> str:
+        digests = tensor_digests.TensorDigests(hash_on_host)
+        digests.add("weight", weight)
+        digests.start()
+        return digests.finish()["weight"]
+
+    generator = torch.Generator().manual_seed(3)
+    places = torch.randint(len(words), (6,), generator=generator).unique().tolist()
+    found = {digest()}
+    for place in places:
+        words[place] ^= 1
+        found.add(digest())
+        words[place] ^= 1
+    assert len(found) == 1 + len(places)
+
+
+def test_a_negated_part_of_a_large_weight_changes_the_digest() -> None:
+    """As the key projection in the middle of a fused weight."""
+    model = _Model()
+    model.first.weight = torch.nn.Parameter(torch.randn(1536, 512), requires_grad=False)
+    before = _take(model).text
+    with torch.no_grad():
+        model.first.weight[700:701].neg_()
+    assert _take(model).text not in ("", before)
+
+
 def test_a_layout_change_changes_the_fingerprint() -> None:
     model, other = _Model(), _Model()
     other.first.weight.data = other.first.weight.data.t().contiguous().t()

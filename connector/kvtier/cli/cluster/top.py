@@ -16,7 +16,9 @@ from rich.text import Text
 from kvtier.cli.cluster.access import ClusterReader
 from kvtier.cli.cluster.reports import PodStatusSource, read_reports, read_url
 from kvtier.cli.console import console, print_table
+from kvtier.config.models import TenantKind
 from kvtier.errors import KVTierError
+from kvtier.tenants import tenant_id
 from kvtier_operator.api.names import POLICY_ANNOTATION
 from kvtier_operator.api.pods import Pod, decode_pod
 from kvtier_operator.api.policy import KVTierPolicy
@@ -30,6 +32,9 @@ from kvtier_operator.kube.resources import PODS, POLICIES
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 STYLES = {"Healthy": "green", "Degraded": "yellow", "BreakerOpen": "red", "Attached": "green"}
+MAX_TENANTS = 5
+"""Tenants of a tier that are listed in text."""
+_DIGITS = 8
 MAX_REFRESH_FAILURES = 5
 """Failed refreshes in a row after which a live view ends."""
 
@@ -44,6 +49,8 @@ class EngineRow:
     state: str
     message: str
     report: PodReport | None
+    policy_tenant: str = ""
+    """The digest of the tenant that the whole policy is with ``tenants.by: Policy``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +114,11 @@ def _row(policy: KVTierPolicy, pod: Pod, last: LastReport) -> EngineRow:
         view.state.value,
         view.message,
         last.report,
+        tenant_id(
+            f"{policy.metadata.namespace}/{policy.metadata.name}",
+            TenantKind.POLICY.value,
+            policy.spec.isolation.salt,
+        ).hex(),
     )
 
 
@@ -154,6 +166,16 @@ def _engine_json(row: EngineRow) -> dict[str, Any]:
                 "capacityBytes": tier.capacity_bytes,
                 "hitTokens": tier.hit_tokens,
                 "lastError": tier.last_error or None,
+                "tenants": tier.tenants,
+                "tenantShareBytes": tier.tenant_share_bytes or None,
+                "largestTenants": [
+                    {
+                        "tenant": tenant,
+                        "policy": row.policy if tenant == row.policy_tenant else None,
+                        "usedBytes": used,
+                    }
+                    for tenant, used in tier.largest_tenants
+                ],
             }
             for tier in report.tiers
         ],
@@ -208,6 +230,35 @@ def table(view: TopView) -> Table:
     return found
 
 
+def tenant_table(view: TopView) -> Table | None:
+    """One line for each of the largest tenants of each tier, by the beginning of its digest; None
+    if there are no tenants. SHARE: what one of them may hold.
+    """
+    found = Table(box=None, pad_edge=False)
+    for title in ("ENGINE", "TIER", "TENANT"):
+        found.add_column(title, overflow="fold")
+    for title in ("USED", "SHARE", "FULL"):
+        found.add_column(title, justify="right")
+    for row in view.rows:
+        for tier in row.report.tiers if row.report is not None else ():
+            share = tier.tenant_share_bytes
+            for tenant, used in tier.largest_tenants[:MAX_TENANTS]:
+                own = tenant == row.policy_tenant
+                found.add_row(
+                    Text(row.name),
+                    Text(tier.name),
+                    Text(f"policy {row.policy}" if own else tenant[:_DIGITS]),
+                    Text(size(used)),
+                    Text(size(share) if share else "-"),
+                    Text(f"{100 * used / share:.0f}%" if share else "-"),
+                )
+            shown = min(MAX_TENANTS, len(tier.largest_tenants))
+            if shown and tier.tenants > shown:
+                more = Text(f"and {tier.tenants - shown} more")
+                found.add_row(Text(row.name), Text(tier.name), more, *[Text("")] * 3)
+    return found if found.row_count else None
+
+
 def _hits(tokens: int | None, report: PodReport | None) -> str:
     prompt = report.prompt_tokens if report is not None else None
     return f"{100 * tokens / prompt:.0f}%" if tokens is not None and prompt else "-"
@@ -234,6 +285,10 @@ def show(view: TopView) -> None:
     """Prints the view once."""
     if view.rows:
         print_table(table(view))
+        tenants = tenant_table(view)
+        if tenants is not None:
+            console().print()
+            print_table(tenants)
     else:
         console().print(Text("no engine with tiers runs"))
     for each in remarks(view):
@@ -263,5 +318,7 @@ async def follow(read: Callable[[], Awaitable[TopView]], seconds: float) -> None
                 continue
             notes = [Text(each, style="yellow") for each in remarks(view)]
             clock = Text(time.strftime("%H:%M:%S"), style="dim")
-            display.update(Group(clock, table(view), *notes), refresh=True)
+            tenants = tenant_table(view)
+            tables = [table(view)] if tenants is None else [table(view), Text(), tenants]
+            display.update(Group(clock, *tables, *notes), refresh=True)
             await asyncio.sleep(seconds)

@@ -25,7 +25,7 @@ from kvtier.tiers.filesystem.election import (
     read_ledger,
     read_writer,
 )
-from kvtier.tiers.filesystem.format import HEADER_BYTES, describe_seal
+from kvtier.tiers.filesystem.format import HEADER_BYTES, describe_seal, facts_of
 from kvtier.tiers.filesystem.layout import (
     CONTROL,
     DIRECTORY_BYTES,
@@ -89,6 +89,25 @@ class Survey:
     writers: list[HolderStatus]
 
 
+@dataclass(slots=True)
+class TenantUsage:
+    """What one tenant holds in a directory. ``tenant``: its digest; empty for objects that belong
+    to none."""
+
+    tenant: str
+    objects: int = 0
+    size_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TenantSurvey:
+    """Tenants of a directory, those that hold the most first. ``unknown``: objects whose headers
+    are damaged, of another version or gone."""
+
+    tenants: list[TenantUsage]
+    unknown: int
+
+
 def tier_root(path: Path) -> Path:
     """``path`` if it is a tier's directory. Raises ``ConfigurationError``."""
 
@@ -144,6 +163,28 @@ def survey(root: Path, now: float) -> Survey:
         ledger=ledger,
         writers=writers,
     )
+
+
+def survey_tenants(root: Path, now: float) -> TenantSurvey:
+    """Reads the header of every object. ``now``: seconds since the epoch."""
+    found: dict[str, TenantUsage] = {}
+    unknown = 0
+    for bucket in walk(root, now, ScanReport(), clean=False):
+        for each in bucket.objects:
+            try:
+                path = object_path(str(root), each.namespace, each.key)
+                facts = facts_of(io.read_start(path, HEADER_BYTES))
+            except OSError:
+                facts = None
+            if facts is None:
+                unknown += 1
+                continue
+            tenant = facts.tenant.hex()
+            usage = found.setdefault(tenant, TenantUsage(tenant))
+            usage.objects += 1
+            usage.size_bytes += each.size_bytes
+    order = sorted(found.values(), key=lambda each: (-each.size_bytes, each.tenant))
+    return TenantSurvey(order, unknown)
 
 
 def _sample_seals(root: str, bucket: Bucket, view: NamespaceUsage) -> None:

@@ -8,6 +8,7 @@ document raises ``MalformedReportError``.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,8 @@ MAX_SESSIONS = 1024
 MAX_CONDITIONS = 16
 MAX_ENGINES = 4
 MAX_COUNTERS = 4096
+MAX_TENANTS = 16
+_DIGEST = re.compile(r"[0-9a-f]{16}")
 
 
 class MalformedReportError(ValueError):
@@ -42,6 +45,12 @@ class TierReport:
     last_error: str = ""
     volumes: tuple[tuple[str, TierState], ...] = ()
     """Name and state of each, if the tier has several."""
+    tenants: int = 0
+    """Tenants that hold objects in it."""
+    tenant_share_bytes: int = 0
+    """What one of them may hold; 0: all of it."""
+    largest_tenants: tuple[tuple[str, int], ...] = ()
+    """Digest and bytes of those that hold the most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +178,13 @@ def _tiers(value: Any) -> tuple[TierReport, ...]:
             volumes=tuple(
                 (bounded_text(each.get("name")), _state(each.get("state")))
                 for each in entries(entry.get("volumes"), MAX_VOLUMES)
+            ),
+            tenants=bounded_number(entry.get("tenants")) or 0,
+            tenant_share_bytes=bounded_number(entry.get("tenantShareBytes")) or 0,
+            largest_tenants=tuple(
+                (digest, bounded_number(each.get("usedBytes")) or 0)
+                for each in entries(entry.get("largestTenants"), MAX_TENANTS)
+                if _DIGEST.fullmatch(digest := bounded_text(each.get("tenant")))
             ),
         )
     return tuple(found.values())
