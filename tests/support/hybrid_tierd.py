@@ -23,6 +23,7 @@ from kvtier.tierd.wire import (
     Prefetch,
     Promote,
     Promoted,
+    Queued,
     Ready,
     Reserve,
     Usable,
@@ -108,8 +109,8 @@ class SimulatedTierd:
         elif isinstance(message, LoadReleased):
             self.pins.pop(message.load, None)
         else:
-            # What a prefetch brings would only be in RAM earlier.
-            assert isinstance(message, EvictionAck | Prefetch), message
+            # They only change when something is in RAM.
+            assert isinstance(message, EvictionAck | Prefetch | Queued), message
         return True
 
     def acknowledge(self, rank: int, reservation: int, delivered: bool) -> None:

@@ -587,6 +587,7 @@ def _connector(vllm_config: Any, config: KVCacheConfig, scheduler: Any) -> KVTie
     KVConnectorBase_V1.__init__(made, vllm_config, KVConnectorRole.SCHEDULER, config)
     made._scheduler, made._worker, made._supervisor = scheduler, None, None
     made._off_reason, made._errors, made._rearm_at = "", 0, float("inf")
+    made._hook_errors = 0
     made._reported_off = False
     made._stats, made._steps, made._chunk_tokens = KVTierStats(), 0, CHUNK
     made._counts_stores = False
