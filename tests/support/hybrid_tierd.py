@@ -109,7 +109,7 @@ class SimulatedTierd:
         elif isinstance(message, LoadReleased):
             self.pins.pop(message.load, None)
         else:
-            # They only change when something is in RAM.
+            # What a prefetch brings would only be in RAM earlier.
             assert isinstance(message, EvictionAck | Prefetch | Queued), message
         return True
 

@@ -37,7 +37,7 @@ other."""
 MAX_QUEUED = 4_096
 """Requests that are remembered. Later ones are looked up when their turn comes."""
 WireKeys = tuple[tuple[int, bytes], ...]
-MAX_CHUNKS_PER_STEP = 4_096
+MAX_CHUNKS_PER_STEP = 1_024
 """Looked up in the replica, over all requests; takes about half a millisecond."""
 
 

@@ -263,6 +263,8 @@ class KVTierConnectorScheduler:
                 step_tokens.decode_tokens += scheduled_tokens
                 continue
             admitted, state.scheduled = not state.scheduled, True
+            if admitted:
+                self.queue.remove(state)
             request = state.request
             if not state.prompt_counted:
                 state.prompt_counted = True
