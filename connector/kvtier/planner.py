@@ -23,10 +23,11 @@ blocks and starts a new generation; steps of an earlier generation say nothing a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import NamedTuple
+from itertools import repeat
+from typing import NamedTuple, Protocol
 
 from kvtier.errors import KVTierError
 
@@ -86,6 +87,20 @@ class KVCacheGroup:
         return 0
 
 
+class Presence(Protocol):
+    """Which objects of a request's chunks are there."""
+
+    def first_missing(self, group: int, begin: int, end: int) -> int:
+        """The first chunk from ``begin`` on of which a group has no object; ``end`` if it has each
+        one before ``end``."""
+        ...
+
+    def last(self, group: int, begin: int, end: int, present: bool) -> int:
+        """The last chunk before ``end`` of which a group has an object (``present``) or has none;
+        ``begin - 1`` if there is no such chunk from ``begin`` on."""
+        ...
+
+
 class Part(NamedTuple):
     """The blocks of one object that a prefix needs.
 
@@ -100,6 +115,18 @@ class Part(NamedTuple):
     block: int
     blocks: int
     tokens: int = 0
+
+
+def _whole_parts(
+    group: int, chunks: range, per_chunk: int, blocks: int, tokens: int
+) -> Iterable[Part]:
+    """The parts of objects that are needed as a whole. Without a call in Python for each."""
+    begin, step = (chunks.start + 1) * per_chunk - blocks, per_chunk
+    at = range(begin, begin + len(chunks) * step, step)
+    fields = zip(
+        repeat(group), chunks, repeat(0), at, repeat(blocks), repeat(tokens), strict=False
+    )
+    return map(tuple.__new__, repeat(Part), fields)  # type: ignore[arg-type]
 
 
 def effective_chunk_tokens(groups: Sequence[KVCacheGroup], chunk_tokens: int) -> int:
@@ -299,25 +326,41 @@ class Planner:
         chunk unless there is one group of full attention. In prefix order within each group.
         O(number of chunks).
         """
-        size = self.chunk_tokens
         counted = self.counted_group
-        parts = []
-        for number, group in enumerate(self.groups):
-            block, per_chunk = group.block_tokens, self.blocks_per_chunk(number)
-            held, end_block = self.object_blocks(number), end_tokens // block
+        parts: list[Part] = []
+        for number, begin, stop in self.needed_chunks(start_tokens, end_tokens):
+            group, per_chunk = self.groups[number], self.blocks_per_chunk(number)
+            block, held = group.block_tokens, self.object_blocks(number)
             token_block = block if number == counted else 0
-            begin_block = max(start_tokens // block, group.first_needed_block(end_tokens))
-            for chunk in range(begin_block * block // size, -(-end_tokens // size)):
-                stop = (chunk + 1) * per_chunk
-                first = stop - held
-                begin = first if first > begin_block else begin_block
-                blocks = (stop if stop < end_block else end_block) - begin
+            first_block = max(start_tokens // block, group.first_needed_block(end_tokens))
+            end_block = end_tokens // block
+            # The objects between the first and the last one are needed as a whole.
+            whole = range(begin + 1, stop - 1)
+            for chunk in (begin, stop - 1)[: stop - begin]:
+                if chunk > begin:
+                    parts += _whole_parts(number, whole, per_chunk, held, held * token_block)
+                end = (chunk + 1) * per_chunk
+                at = max(end - held, first_block)
+                blocks = min(end, end_block) - at
                 if blocks > 0:
                     tokens = blocks * token_block
-                    parts.append(Part(number, chunk, begin - first, begin, blocks, tokens))
+                    parts.append(Part(number, chunk, at - end + held, at, blocks, tokens))
         if counted < 0 and parts:
             parts[-1] = parts[-1]._replace(tokens=end_tokens - start_tokens)
         return parts
+
+    def needed_chunks(self, start_tokens: int, end_tokens: int) -> list[tuple[int, int, int]]:
+        """For each group that ``needed`` names, in order: the group, the first chunk that a prefix
+        needs of it, and the first one after these."""
+        size = self.chunk_tokens
+        found = []
+        for number, group in enumerate(self.groups):
+            block = group.block_tokens
+            begin_block = max(start_tokens // block, group.first_needed_block(end_tokens))
+            begin, stop = begin_block * block // size, -(-end_tokens // size)
+            if begin < stop:
+                found.append((number, begin, stop))
+        return found
 
     @property
     def counted_group(self) -> int:
@@ -328,60 +371,43 @@ class Planner:
                 return number
         return -1
 
-    def longest_prefix(
-        self, start_tokens: int, max_chunks: int, has: Callable[[int, int], object]
-    ) -> int:
+    def longest_prefix(self, start_tokens: int, max_chunks: int, presence: Presence) -> int:
         """Chunks of the longest usable prefix of at most ``max_chunks`` chunks; 0 if none is longer
         than ``start_tokens``, which are computed.
 
-        ``has(group, chunk)``: whether the object is there. O(number of chunks), and of a group that
-        is not full attention only what decides is looked up.
+        O(number of chunks), and of a group that is not full attention only what decides is looked
+        up.
         """
         first, end = self.chunks(start_tokens), max_chunks
         others: list[int] = []
         for number, group in enumerate(self.groups):
             if group.kind is not GroupKind.FULL:
                 others.append(number)
-                continue
-            chunk = first
-            while chunk < end and has(number, chunk):
-                chunk += 1
-            end = chunk
+            elif end > first:
+                end = presence.first_missing(number, first, end)
         # A state is one lookup, a window is many.
         others.sort(key=lambda number: self.groups[number].kind is not GroupKind.STATE)
-        present = dict.fromkeys(others, end)
+        complete = dict.fromkeys(others, end)
+        """From which chunk on a group is known to have every one before ``end``."""
         while end > first:
-            # A prefix that needs less ends before the missing chunk: the first block that a prefix
-            # needs does not move back when the prefix grows.
-            missing = self._last_missing(start_tokens, end, present, has)
-            if missing is None:
+            for number in others:
+                group = self.groups[number]
+                block = group.first_needed_block(self.tokens(end))
+                begin = self.chunks(max(start_tokens, block * group.block_tokens))
+                stop = max(begin, min(complete[number], end))
+                missing = presence.last(number, begin, stop, False)
+                complete[number] = min(complete[number], missing + 1)
+                if missing >= begin:
+                    # A prefix that needs less ends before the missing chunk: the first block that a
+                    # prefix needs does not move back when the prefix grows.
+                    end = presence.last(number, first, missing, True) + 1
+                    if group.kind is GroupKind.CHUNKED:
+                        size = group.window_tokens
+                        end = max(end, self.chunks(self.tokens(missing) // size * size))
+                    break
+            else:
                 return end
-            end = missing
         return 0
-
-    def _last_missing(
-        self,
-        start_tokens: int,
-        end: int,
-        present: dict[int, int],
-        has: Callable[[int, int], object],
-    ) -> int | None:
-        """The last chunk that a prefix of ``end`` chunks lacks in a group of ``present``.
-
-        ``present``: by group, from which chunk on it is known to have every one before ``end``.
-        """
-        size = self.chunk_tokens
-        for number, known in present.items():
-            group = self.groups[number]
-            block = group.first_needed_block(end * size)
-            begin = max(start_tokens, block * group.block_tokens) // size
-            chunk = min(known, end)
-            while chunk > begin and has(number, chunk - 1):
-                chunk -= 1
-            present[number] = chunk
-            if chunk > begin:
-                return chunk - 1
-        return None
 
 
 class Frontier:

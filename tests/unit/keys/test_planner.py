@@ -132,6 +132,23 @@ def test_an_object_holds_every_block_that_is_loaded_from_it_and_one_is_stored_fo
         assert planner.is_needed(part.group, part.chunk)
 
 
+class _Without:
+    """Every object is there, except for these: (group, chunk)."""
+
+    def __init__(self, missing: set[tuple[int, int]]) -> None:
+        self._missing = missing
+
+    def first_missing(self, group: int, begin: int, end: int) -> int:
+        chunks = range(begin, end)
+        return next((chunk for chunk in chunks if (group, chunk) in self._missing), end)
+
+    def last(self, group: int, begin: int, end: int, present: bool) -> int:
+        for chunk in reversed(range(begin, end)):
+            if ((group, chunk) not in self._missing) is present:
+                return chunk
+        return begin - 1
+
+
 @given(data=st.data(), planner=_hybrids(), start=st.integers(0, 6), most=st.integers(0, 10))
 def test_the_longest_prefix_is_the_longest_whose_objects_are_all_there(
     data: st.DataObject, planner: Planner, start: int, most: int
@@ -139,16 +156,14 @@ def test_the_longest_prefix_is_the_longest_whose_objects_are_all_there(
     groups, start_tokens = len(planner.groups), planner.tokens(start)
     objects = [(group, chunk) for group in range(groups) for chunk in range(most)]
     missing = data.draw(
-        st.sets(st.sampled_from(objects), max_size=6) if objects else st.just(set())
+        st.sets(st.sampled_from(objects), max_size=12) if objects else st.just(set())
     )
 
     def usable(end: int) -> bool:
         parts = planner.needed(start_tokens, planner.tokens(end))
         return not any((part.group, part.chunk) in missing for part in parts)
 
-    found = planner.longest_prefix(
-        start_tokens, most, lambda group, chunk: (group, chunk) not in missing
-    )
+    found = planner.longest_prefix(start_tokens, most, _Without(missing))
     assert found == max((end for end in range(start + 1, most + 1) if usable(end)), default=0)
 
 

@@ -213,6 +213,11 @@ class RequestState:
             known += [prefix + block_hash for block_hash in self._hashes[len(known) :]]
         return known
 
+    def hashes(self, hashes_per_chunk: int) -> list[bytes]:
+        """Returns the keys of the chunks that vLLM has hashed, in prefix order, without a group."""
+        self.keys(hashes_per_chunk)
+        return self._hashes
+
     def wire_keys(self, first_chunk: int, count: int) -> tuple[tuple[int, bytes], ...]:
         """Returns the keys of ``count`` chunks of group 0 as (group, hash), the form that messages
         have."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 
+from kvtier.engines.common.held_chunks import HeldChunks
 from kvtier.engines.common.lora import AdapterDigests
 from kvtier.engines.common.request_state import RequestState, reads_no_cache
 from kvtier.engines.common.tierd_session import TierdSession
@@ -31,7 +32,7 @@ other."""
 MAX_QUEUED = 4_096
 """Requests that are remembered. Later ones are looked up when their turn comes."""
 WireKeys = tuple[tuple[int, bytes], ...]
-MAX_CHUNKS_PER_STEP = 4_096
+MAX_CHUNKS_PER_STEP = 1_024
 """Looked up in the replica, over all requests; takes about half a millisecond."""
 
 
@@ -139,20 +140,20 @@ class QueuedPrefixes:
     def _missing(self, state: RequestState) -> WireKeys:
         """Returns the keys that tierd is told of: the prefix that tiers hold, if a part of it is
         not in RAM."""
-        planner, replica = self._planner, self._session.replica
+        planner = self._planner
         if not planner.prefix_only:
             return self._missing_of_groups(state)
-        get_value, usable_bits = replica.get_value, replica.usable_bits
-        keys = state.keys(planner.hashes_per_chunk)
-        held, lacking = 0, False
-        for key in keys[: self._most_chunks(state)]:
-            bits = state.visible(get_value(key, 0) & usable_bits)
-            if not bits:
-                break
-            held += 1
-            lacking = lacking or not bits & RAM_BITS
-        enough = planner.tokens(held) >= max(1, self._session.live.min_load_tokens)
-        return state.wire_keys(0, held) if lacking and enough else ()
+        held = self._held_chunks(state, self._most_chunks(state))
+        end = held.first_missing(0, 0, held.end)
+        if planner.tokens(end) < max(1, self._session.live.min_load_tokens):
+            return ()
+        in_ram = held.only(RAM_BITS.__and__).first_missing(0, 0, end) == end
+        return () if in_ram else state.wire_keys(0, end)
+
+    def _held_chunks(self, state: RequestState, most_chunks: int) -> HeldChunks:
+        per_chunk = self._planner.hashes_per_chunk
+        end = min(len(state.hashes(per_chunk)), most_chunks)
+        return HeldChunks(state, self._session.replica, per_chunk, end)
 
     def _most_chunks(self, state: RequestState) -> int:
         """How many chunks of the request may be loaded, without a local hit."""
@@ -162,24 +163,20 @@ class QueuedPrefixes:
 
     def _missing_of_groups(self, state: RequestState) -> WireKeys:
         """As ``_missing``, where a prefix is usable as a whole only."""
-        planner, replica = self._planner, self._session.replica
-        get_value, usable_bits = replica.get_value, replica.usable_bits
-        keys = [
-            state.group_keys(group, planner.hashes_per_chunk)
-            for group in range(len(planner.groups))
-        ]
-        most = min(len(keys[0]), planner.max_hit_chunks(state.request.num_tokens))
-        end = planner.longest_prefix(
-            0,
-            min(most, self._most_chunks(state)),
-            lambda group, chunk: state.visible(get_value(keys[group][chunk], 0) & usable_bits),
-        )
-        if planner.tokens(end) < max(1, self._session.live.min_load_tokens):
+        planner = self._planner
+        most = planner.max_hit_chunks(state.request.num_tokens)
+        held = self._held_chunks(state, min(most, self._most_chunks(state)))
+        end = planner.longest_prefix(0, held.end, held)
+        end_tokens = planner.tokens(end)
+        if end_tokens < max(1, self._session.live.min_load_tokens):
             return ()
-        parts = planner.needed(0, planner.tokens(end))
-        if all(get_value(keys[part.group][part.chunk], 0) & RAM_BITS for part in parts):
+        in_ram = held.only(RAM_BITS.__and__)
+        if all(
+            in_ram.first_missing(group, begin, stop) == stop
+            for group, begin, stop in planner.needed_chunks(0, end_tokens)
+        ):
             return ()
-        return state.wire_keys_of(parts)
+        return state.wire_keys_of(planner.needed(0, end_tokens))
 
     def _send(self, keys: WireKeys, state: RequestState) -> int:
         prefetch = self._new_id()

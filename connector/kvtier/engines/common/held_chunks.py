@@ -1,0 +1,95 @@
+"""Which tiers hold a request's chunks, as one lookup finds them.
+
+The replica is asked for many keys in one call, and the answers are searched by the interpreter
+rather than chunk by chunk: a lookup of a prompt of 131,072 tokens takes a few dozen calls. Each
+object is looked up once, so the prefixes that a lookup compares are of one moment. The scheduler's
+thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy
+
+from kvtier.engines.common.request_state import ALL_TIERS, RequestState
+from kvtier.keys import group_prefix
+from kvtier.tierd.replication import Replica
+
+FIRST_BATCH = 16
+"""Chunks of the first call; each further one asks for twice as many, up to ``LARGEST_BATCH``. Most
+prompts are not held at all, which the first call tells."""
+LARGEST_BATCH = 256
+_UNKNOWN = -1
+
+
+class HeldChunks:
+    """The presence bits of a request's objects, by group and chunk. A ``planner.Presence``.
+
+    ``end``: the first chunk that is not looked up. Bits are those of usable tiers that the request
+    may use (``RequestState.visible``); an object without any is not there.
+    """
+
+    def __init__(
+        self, state: RequestState, replica: Replica, hashes_per_chunk: int, end: int
+    ) -> None:
+        self._state = state
+        self._replica = replica
+        self._hashes = state.hashes(hashes_per_chunk)
+        self.end = end
+        self._usable = replica.usable_bits
+        self._bits: dict[int, list[int]] = {}
+        """By group, of each chunk; ``_UNKNOWN`` before it is looked up."""
+        self._counts: Callable[[int], object] = bool
+
+    def only(self, counts: Callable[[int], object]) -> HeldChunks:
+        """Returns the same presence, in which an object is there only if ``counts(bits)``.
+
+        ``counts`` is false for 0.
+        """
+        view = copy(self)
+        view._counts = counts
+        return view
+
+    def bits(self, group: int, begin: int, end: int) -> list[int]:
+        """Returns the bits of the chunks from ``begin`` to before ``end``, which are in range."""
+        known = self._bits.get(group)
+        if known is None:
+            known = self._bits[group] = [_UNKNOWN] * self.end
+        found = known[begin:end]
+        if _UNKNOWN not in found:
+            return found
+        prefix, usable = group_prefix(group), self._usable
+        values = self._replica.get_values([prefix + each for each in self._hashes[begin:end]])
+        found = [value & usable for value in values]
+        if self._state.tier_bits != ALL_TIERS:
+            visible = {bits: self._state.visible(bits) for bits in set(found)}
+            found = [visible[bits] for bits in found]
+        known[begin:end] = found
+        return found
+
+    def first_missing(self, group: int, begin: int, end: int) -> int:
+        """The first chunk from ``begin`` on whose object is not there; ``end`` if there is none
+        before that."""
+        size, counts = FIRST_BATCH, self._counts
+        while begin < end:
+            batch = self.bits(group, begin, min(end, begin + size))
+            missing = [bits for bits in set(batch) if not counts(bits)]
+            if missing:
+                return begin + min(map(batch.index, missing))
+            begin += len(batch)
+            size = min(2 * size, LARGEST_BATCH)
+        return end
+
+    def last(self, group: int, begin: int, end: int, present: bool) -> int:
+        """The last chunk before ``end`` whose object is there (``present``) or not; ``begin - 1``
+        if there is no such chunk from ``begin`` on."""
+        size, counts = FIRST_BATCH, self._counts
+        while end > begin:
+            batch = self.bits(group, max(begin, end - size), end)
+            wanted = [bits for bits in set(batch) if bool(counts(bits)) is present]
+            if wanted:
+                batch.reverse()
+                return end - 1 - min(map(batch.index, wanted))
+            end -= len(batch)
+            size = min(2 * size, LARGEST_BATCH)
+        return begin - 1
