@@ -18,6 +18,7 @@ import torch
 from benchmarks.common import options, report
 
 from kvtier.engines.common.jobs import BlockRun, LoadJob
+from kvtier.engines.common.worker_loads import WorkerLoads
 from kvtier.engines.common.worker_state import (
     CompletionQueue,
     Counters,
@@ -25,7 +26,6 @@ from kvtier.engines.common.worker_state import (
     RankShards,
     SlotGenerations,
 )
-from kvtier.engines.common.worker_transfers import WorkerLoads
 from kvtier.store.generations import generation_bytes
 from kvtier.tierd.wire import Ready
 from kvtier.transfer.codec import Codec, build_codec

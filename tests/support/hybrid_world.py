@@ -42,6 +42,7 @@ from kvtier.config.models import (
 )
 from kvtier.engines.common.model_identity import EngineIdentity
 from kvtier.engines.common.tierd_session import TierdSession
+from kvtier.engines.common.worker_loads import WorkerLoads
 from kvtier.engines.common.worker_state import (
     CompletionQueue,
     Counters,
@@ -49,7 +50,7 @@ from kvtier.engines.common.worker_state import (
     RankShards,
     SlotGenerations,
 )
-from kvtier.engines.common.worker_transfers import WorkerLoads, WorkerStores
+from kvtier.engines.common.worker_stores import WorkerStores
 from kvtier.engines.vllm.config import group_of
 from kvtier.engines.vllm.connector import KVTierConnector
 from kvtier.engines.vllm.metadata import StepMetadata, WorkerReport

@@ -15,11 +15,8 @@ from tests.unit.scheduler.scheduler_testbed import (
 )
 
 from kvtier.engines.vllm.loads_in_flight import MIN_COPY_BYTES_PER_SECOND
-from kvtier.engines.vllm.scheduler_loads import (
-    MAX_PENDING_PROMOTIONS,
-    PINNED_SECONDS,
-    VERIFY_TIMEOUT_SECONDS,
-)
+from kvtier.engines.vllm.scheduler_loads import MAX_PENDING_PROMOTIONS, PINNED_SECONDS
+from kvtier.engines.vllm.scheduler_promotions import VERIFY_TIMEOUT_SECONDS
 from kvtier.store.types import UNVERIFIED_BIT
 from kvtier.tierd.wire import Cancel, Load, Promote, Usable
 

@@ -22,7 +22,7 @@ from tests.unit.scheduler.scheduler_testbed import (
 )
 
 from kvtier.config.writer import write
-from kvtier.engines.common.worker_transfers import IDENTITY_CHANGED
+from kvtier.engines.common.worker_loads import IDENTITY_CHANGED
 from kvtier.engines.vllm import counters
 from kvtier.engines.vllm.connector import tier_names
 from kvtier.engines.vllm.metrics import MAX_OBSERVATIONS, KVTierPromMetrics, KVTierStats

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from tests.unit.worker.worker_testbeds import RankTestbed, load_job
 
+from kvtier.engines.common.worker_loads import WorkerLoads
 from kvtier.engines.common.worker_state import CompletionQueue
-from kvtier.engines.common.worker_transfers import WorkerLoads
 from kvtier.transfer.engine import CopyEngine, Direction
 
 A, B, C = (1, 2, 3, 4), (5, 6, 7, 8), (9, 10, 11, 12)

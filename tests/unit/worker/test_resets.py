@@ -14,7 +14,7 @@ from tests.unit.worker.worker_testbeds import (
     wait_until,
 )
 
-from kvtier.engines.common.worker_transfers import IDENTITY_CHANGED
+from kvtier.engines.common.worker_loads import IDENTITY_CHANGED
 from kvtier.engines.vllm import weights
 from kvtier.engines.vllm.metadata import StepMetadata
 from kvtier.tierd.wire import Abort, Deliver

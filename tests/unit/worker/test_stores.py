@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from tests.unit.worker.worker_testbeds import RankTestbed, store_job
 
-from kvtier.engines.common.worker_transfers import WorkerStores
+from kvtier.engines.common.worker_stores import WorkerStores
 from kvtier.tierd.wire import Abort, Deliver
 from kvtier.transfer.engine import Direction
 

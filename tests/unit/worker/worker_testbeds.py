@@ -18,6 +18,7 @@ from tests.support.stub_tierd import FIRST_GENERATION, StubTierd
 
 from kvtier.config.models import Daemon
 from kvtier.engines.common.jobs import BlockRun, LoadJob, StoreJob
+from kvtier.engines.common.worker_loads import WorkerLoads
 from kvtier.engines.common.worker_state import (
     CompletionQueue,
     Completions,
@@ -26,7 +27,7 @@ from kvtier.engines.common.worker_state import (
     RankShards,
     SlotGenerations,
 )
-from kvtier.engines.common.worker_transfers import WorkerLoads, WorkerStores
+from kvtier.engines.common.worker_stores import WorkerStores
 from kvtier.engines.vllm.metadata import StepMetadata
 from kvtier.engines.vllm.worker import KVTierConnectorWorker
 from kvtier.planner import GroupKind, KVCacheGroup, Planner

@@ -25,9 +25,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.engines.common.jobs import ArrivedKeys, LoadJob, StoreJob
+from kvtier.engines.common.worker_loads import WorkerLoads
 from kvtier.engines.common.worker_pool import HostPoolMapper, PoolReady
 from kvtier.engines.common.worker_state import RankContext, WorkerClient, WorkerOutbox
-from kvtier.engines.common.worker_transfers import WorkerLoads, WorkerStores
+from kvtier.engines.common.worker_stores import WorkerStores
 from kvtier.tierd.wire import Message, Ready, SessionRefused, Welcome
 
 logger = logging.getLogger(__name__)

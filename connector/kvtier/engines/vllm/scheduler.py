@@ -18,7 +18,7 @@ import functools
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,7 @@ from kvtier.config.models import Honour
 from kvtier.engines.common.hints import NO_HINTS
 from kvtier.engines.common.lora import AdapterDigests
 from kvtier.engines.common.request_state import RequestState, reads_no_cache
-from kvtier.engines.common.scheduler_stores import NULL_BLOCK, BlockPool, SchedulerStores
+from kvtier.engines.common.scheduler_stores import BlockPool, SchedulerStores
 from kvtier.engines.common.tierd_session import TierdSession
 from kvtier.engines.vllm.cost_estimates import PrefillEstimator, StepTokens
 from kvtier.engines.vllm.kv_events import KVEvents
@@ -34,10 +34,15 @@ from kvtier.engines.vllm.metadata import StepMetadata, WorkerReport
 from kvtier.engines.vllm.metrics import KVTierStats
 from kvtier.engines.vllm.queued_prefixes import QueuedPrefixes
 from kvtier.engines.vllm.request_hints import HintReader
+from kvtier.engines.vllm.scheduler_blocks import (
+    BlockReferences,
+    boundary_states,
+    step_block_tables,
+)
 from kvtier.engines.vllm.scheduler_loads import SchedulerLoads
 from kvtier.engines.vllm.scheduler_statistics import SchedulerStatistics
 from kvtier.engines.vllm.weights_state import WeightsState
-from kvtier.planner import GroupKind, Planner
+from kvtier.planner import Planner
 from kvtier.tierd.wire import Arriving, Heartbeat, Promoted
 
 if TYPE_CHECKING:
@@ -77,18 +82,11 @@ class KVTierConnectorScheduler:
         self.prefill = PrefillEstimator(clock)
         self.loads = SchedulerLoads(planner, session, self.prefill, clock)
         self.stores = SchedulerStores(planner, session, clock)
+        self._references = BlockReferences(planner, self.stores)
         self.queue = QueuedPrefixes(planner, session, self.loads.new_id, clock)
         self.events: KVEvents | None = None
         """Set before ``start`` if the engine publishes KV events."""
         self._planner = planner
-        self._windows = tuple(
-            number
-            for number, group in enumerate(planner.groups)
-            if group.kind in (GroupKind.SLIDING, GroupKind.CHUNKED)
-        )
-        self._state_groups = tuple(
-            number for number, group in enumerate(planner.groups) if group.kind is GroupKind.STATE
-        )
         self.weights = WeightsState(planner.ranks, clock)
         self._hints = HintReader(lambda: session.tier_names, clock)
         self.skipped: Counter[str] = Counter()
@@ -252,9 +250,9 @@ class KVTierConnectorScheduler:
             state = self._states.get(request_id)
             if state is not None and state.scheduled:
                 state.drop_blocks()
-        block_tables = self._block_tables(output)
-        offers = self._boundary_states(output)
-        step = _BuiltStep(self._step)
+        block_tables = step_block_tables(output, self._states, len(self._planner.groups))
+        offers = boundary_states(output)
+        step, references = _BuiltStep(self._step), self._references
         step_tokens, may_store = StepTokens(), self.stores.can_plan()
         chunk_tokens = self._planner.chunk_tokens
         for request_id, scheduled_tokens in output.num_scheduled_tokens.items():
@@ -281,12 +279,13 @@ class KVTierConnectorScheduler:
                 if storable > frontier.next_chunk and state.is_cacheable(self._adapters):
                     self.stores.plan(state, block_tables(state), storable, finished=False)
                     may_store = self.stores.can_plan()
-            if self._windows:
+            if references.windows:
                 first = request.num_computed_tokens + (0 if admitted else 1)
                 if tokens - tokens % chunk_tokens >= max(first, chunk_tokens):
-                    self._reference_windows(state, range(first, tokens + 1), block_tables)
+                    ends = range(first, tokens + 1)
+                    references.add_windows(self._step, state, ends, block_tables)
             if offers and request_id in offers:
-                self._reference_states(state, tokens, offers[request_id])
+                references.add_states(self._step, state, tokens, offers[request_id])
         self._update_heartbeat()
         self._steps.append(step)
         self.prefill.step_built(self._step, step_tokens)
@@ -353,77 +352,6 @@ class KVTierConnectorScheduler:
         if not state.is_cacheable(self._adapters):
             return 0
         return self._planner.chunks(min(state.request.num_tokens - 1, self._hashed_tokens(state)))
-
-    def _reference_windows(
-        self,
-        state: RequestState,
-        ends: range,
-        block_tables: Callable[[RequestState], Sequence[Sequence[int]]],
-    ) -> None:
-        """References the blocks of windows that end within ``ends`` (tokens) at a chunk."""
-        planner, size = self._planner, self._planner.chunk_tokens
-        first = max(1, -(-ends.start // size))
-        tables = block_tables(state)
-        for chunk in range(first - 1, (ends.stop - 1) // size):
-            for group in self._windows:
-                if not planner.is_needed(group, chunk):
-                    continue
-                begin, stop = planner.object_range(group, chunk)
-                ids = tables[group][begin:stop] if group < len(tables) else ()
-                # Blocks that a local hit did not bring are not there either.
-                if len(ids) == stop - begin and NULL_BLOCK not in ids:
-                    self.stores.reference(self._step, state, group, chunk, ids)
-
-    def _reference_states(
-        self, state: RequestState, tokens: int, offers: Iterable[tuple[int, int, int]]
-    ) -> None:
-        """References the blocks with the states that vLLM offers: (group, block, boundary)."""
-        for group, block, boundary in offers:
-            chunk, rest = divmod(boundary, self._planner.chunk_tokens)
-            if group in self._state_groups and not rest and 0 < boundary <= tokens:
-                self.stores.reference(self._step, state, group, chunk - 1, (block,))
-
-    def _boundary_states(
-        self, output: SchedulerOutput
-    ) -> Mapping[str, Sequence[tuple[int, int, int]]]:
-        """The states at block boundaries, by request, that the step computes.
-
-        The block tables do not say which block has which state.
-        """
-        block_state = getattr(output, "kv_connector_block_state", None)
-        found: Mapping[str, Sequence[tuple[int, int, int]]] = (
-            getattr(block_state, "boundary_state_offloads", None) or {}
-        )
-        return found
-
-    def _block_tables(
-        self, output: SchedulerOutput
-    ) -> Callable[[RequestState], Sequence[Sequence[int]]]:
-        """Returns a function from a request of this step to its block tables by group."""
-        block_state = getattr(output, "kv_connector_block_state", None)
-        if block_state is not None:
-
-            def from_output(state: RequestState) -> Sequence[Sequence[int]]:
-                return block_state.get_block_ids(state.request_id) or ()
-
-            return from_output
-        # vLLM 0.24 passes only new blocks, so tables are tracked here.
-        for new in output.scheduled_new_reqs:
-            state = self._states.get(new.req_id)
-            if state is not None:
-                state.block_ids = [list(blocks) for blocks in new.block_ids]
-        cached = output.scheduled_cached_reqs
-        resumed = cached.resumed_req_ids
-        for request_id, new_blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            state = self._states.get(request_id)
-            if state is None:
-                continue
-            if request_id in resumed or not state.block_ids:
-                state.block_ids = [[] for _ in self._planner.groups]
-            if new_blocks is not None:
-                for known, fresh in zip(state.block_ids, new_blocks, strict=True):
-                    known.extend(fresh)
-        return lambda state: state.block_ids
 
     def update_connector_output(self, report: object, *, recomputes: bool = False) -> None:
         """Takes the workers' aggregated report of a step.

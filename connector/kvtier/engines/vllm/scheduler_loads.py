@@ -22,8 +22,7 @@ docs/datapath.md describes the protocol with tierd. The scheduler's thread only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from itertools import count
 
 from kvtier.config.models import Selection
@@ -35,12 +34,13 @@ from kvtier.engines.common.request_state import (
 )
 from kvtier.engines.common.tierd_session import TierdSession
 from kvtier.engines.vllm.cost_estimates import PrefillEstimator
-from kvtier.engines.vllm.load_records import LoadPrefix, source_tier
+from kvtier.engines.vllm.load_records import LoadPrefix
 from kvtier.engines.vllm.loads_in_flight import LoadsInFlight
 from kvtier.engines.vllm.miss_lookups import MissLookups
+from kvtier.engines.vllm.scheduler_promotions import PromotionChoice
 from kvtier.planner import Planner
 from kvtier.store.cost_model import Prefill
-from kvtier.store.selection import LOSS_SHARE, choose_prefix
+from kvtier.store.selection import LOSS_SHARE
 from kvtier.store.types import MEMORY_BIT
 from kvtier.tierd.wire import Arriving, Cancel, Promote, Promoted
 
@@ -51,8 +51,6 @@ PROMOTION_GRACE_SECONDS = 0.1
 MATCH_REFRESH_SECONDS = 0.05
 """How long a match is reused although keys were added."""
 STORE_WAIT_SECONDS = 1.0
-VERIFY_TIMEOUT_SECONDS = 5
-"""The time limit where data in RAM only needs verification, which takes 0.1 s per gigabyte."""
 PINNED_SECONDS = 30.0
 """A request that is not admitted releases its promoted slots after this time; tierd reclaims them
 after 60 s."""
@@ -75,6 +73,7 @@ class SchedulerLoads:
         self._session = session
         self._prefill = prefill
         self._lookups = MissLookups(planner, session, prefill)
+        self._choice = PromotionChoice(planner, session, self._lookups)
         self._clock = clock
         self._ids = count(1)
         self.in_flight = LoadsInFlight(planner, session, self.new_id, clock)
@@ -229,7 +228,7 @@ class SchedulerLoads:
             )
         if in_ram < anywhere and self._may_promote(state):
             ends = in_ram, anywhere
-            prefix = self._whole_prefix(computed_tokens, ends, bits)
+            prefix = self._choice.whole_prefix(computed_tokens, ends, bits)
             if prefix is not None and self._request_promotion(state, prefix, now):
                 return None
         ram_tokens = planner.tokens(in_ram) - computed_tokens if in_ram else 0
@@ -283,37 +282,8 @@ class SchedulerLoads:
         """
         if not self._may_promote(state):
             return False
-        planner, session = self._planner, self._session
-        first = planner.chunks(computed_tokens)
-        tiers: Iterable[int] = self._lookups.tiers(bits, unknown)
-        keys = len(bits) + unknown
-        if not unknown:
-            sources = [source_tier(each) for each in bits]
-            weights = [session.tier(index).load_weight for index in range(max(sources) + 1)]
-            tokens = [planner.chunk_tokens] * len(bits)
-            tokens[0] -= computed_tokens - planner.tokens(first)
-            chosen = choose_prefix(session.live.selection, sources, weights, tokens).chosen
-            if chosen is None or chosen.tokens < max(1, session.live.min_load_tokens):
-                return False
-            if all(b & MEMORY_BIT for b in bits[: chosen.keys]):
-                return False
-            tiers, keys = chosen.tiers, chosen.keys
-        end_tokens = planner.tokens(first + keys)
-        prefix = LoadPrefix(
-            computed_tokens,
-            first,
-            keys,
-            end_tokens,
-            self._tier_timeout(tiers),
-            look_up=bool(unknown),
-        )
-        if unknown and all(b & MEMORY_BIT for b in bits):
-            prefix = replace(
-                prefix,
-                lookup_seconds=self._lookups.seconds(computed_tokens, len(bits), keys),
-                lookup_key=state.keys(self._hashes_per_chunk)[first + len(bits)],
-            )
-        return self._request_promotion(state, prefix, now)
+        prefix = self._choice.best_prefix(state, computed_tokens, bits, unknown)
+        return prefix is not None and self._request_promotion(state, prefix, now)
 
     def _may_promote(self, state: RequestState) -> bool:
         if state.promotion_tried:
@@ -323,61 +293,6 @@ class SchedulerLoads:
             self.in_flight.counts.promotions["too_many_waiting"] += 1
             return False
         return True
-
-    def _tier_timeout(self, tiers: Iterable[int]) -> float:
-        return max(
-            (self._session.tier(tier).load_timeout_seconds for tier in tiers if tier),
-            default=VERIFY_TIMEOUT_SECONDS,
-        )
-
-    def _whole_prefix(
-        self, computed_tokens: int, ends: tuple[int, int], bits: Callable[[int, int], int]
-    ) -> LoadPrefix | None:
-        """Returns what to promote where a prefix is usable as a whole only.
-
-        ``ends``: chunks of the longest prefix that is in RAM, and of the longest one.
-        ``bits(group, chunk)``: the tiers that hold an object.
-        """
-        planner, session = self._planner, self._session
-        in_ram, end = ends
-        if session.live.selection is Selection.WEIGHTED:
-            end = self._best_weighted_end(computed_tokens, ends, bits)
-        end_tokens = planner.tokens(end)
-        parts = tuple(planner.needed(computed_tokens, end_tokens)) if end > in_ram else ()
-        least = max(1, session.live.min_load_tokens, len(parts))
-        if not parts or end_tokens - computed_tokens < least:
-            return None
-        tiers = {source_tier(bits(part.group, part.chunk)) for part in parts}
-        first, timeout = planner.chunks(computed_tokens), self._tier_timeout(tiers)
-        return LoadPrefix(computed_tokens, first, len(parts), end_tokens, timeout, parts)
-
-    def _best_weighted_end(
-        self, computed_tokens: int, ends: tuple[int, int], bits: Callable[[int, int], int]
-    ) -> int:
-        """Chunks of the prefix with the most tokens x weight of the slowest tier that it needs; of
-        two equal ones the one in faster tiers."""
-        planner, session = self._planner, self._session
-        in_ram, anywhere = ends
-        tiers = range(session.replica.usable_bits.bit_length())
-        weights = {tier: session.tier(tier).load_weight for tier in tiers}
-        if len(set(weights.values())) == 1:
-            return anywhere
-        best, best_score = 0, 0
-        if in_ram:
-            best = in_ram
-            best_score = (planner.tokens(in_ram) - computed_tokens) * weights[0]
-        for weight in sorted(set(weights.values()), reverse=True):
-            allowed = frozenset(tier for tier in weights if weights[tier] >= weight)
-
-            def has(group: int, chunk: int, allowed: frozenset[int] = allowed) -> bool:
-                held = bits(group, chunk)
-                return bool(held) and source_tier(held) in allowed
-
-            found = planner.longest_prefix(computed_tokens, anywhere, has)
-            score = (planner.tokens(found) - computed_tokens) * weight if found else 0
-            if score > best_score:
-                best, best_score = found, score
-        return best
 
     def _request_promotion(self, state: RequestState, prefix: LoadPrefix, now: float) -> bool:
         """Asks tierd to promote ``prefix``; returns whether the request has to wait."""
