@@ -123,9 +123,7 @@ def _whole_parts(
     """The parts of objects that are needed as a whole. Without a call in Python for each."""
     begin, step = (chunks.start + 1) * per_chunk - blocks, per_chunk
     at = range(begin, begin + len(chunks) * step, step)
-    fields = zip(
-        repeat(group), chunks, repeat(0), at, repeat(blocks), repeat(tokens), strict=False
-    )
+    fields = zip(repeat(group), chunks, repeat(0), at, repeat(blocks), repeat(tokens), strict=False)
     return map(tuple.__new__, repeat(Part), fields)  # type: ignore[arg-type]
 
 
@@ -350,8 +348,8 @@ class Planner:
         return parts
 
     def needed_chunks(self, start_tokens: int, end_tokens: int) -> list[tuple[int, int, int]]:
-        """For each group that ``needed`` names, in order: the group, the first chunk that a prefix
-        needs of it, and the first one after these."""
+        """Which objects ``needed`` names: for each group, in order, the group, the first chunk of
+        which the prefix needs the object, and the first one after these."""
         size = self.chunk_tokens
         found = []
         for number, group in enumerate(self.groups):

@@ -308,11 +308,18 @@ class Replica:
         values = [in_ram[key[-1] % _PARTS].get(key, 0) for key in keys]
         if 0 not in values:
             return values
-        missing = [number for number, value in enumerate(values) if not value]
-        elsewhere = self._elsewhere.get_many([keys[number] for number in missing])
-        for number, value in zip(missing, elsewhere, strict=True):
-            key = keys[number]
-            values[number] = value or in_ram[key[-1] % _PARTS].get(key, 0)
+        if any(values):
+            missing = [number for number, value in enumerate(values) if not value]
+            elsewhere = self._elsewhere.get_many([keys[number] for number in missing])
+            for number, value in zip(missing, elsewhere, strict=True):
+                values[number] = value
+        else:
+            values = self._elsewhere.get_many(keys)
+        if 0 in values:
+            for number, value in enumerate(values):
+                if not value:
+                    key = keys[number]
+                    values[number] = in_ram[key[-1] % _PARTS].get(key, 0)
         return values
 
     def get(self, key: bytes) -> int:

@@ -18,7 +18,7 @@ from kvtier.tierd.replication import Replica
 FIRST_BATCH = 16
 """Chunks of the first call; each further one asks for twice as many, up to ``LARGEST_BATCH``. Most
 prompts are not held at all, which the first call tells."""
-LARGEST_BATCH = 256
+LARGEST_BATCH = 64
 _UNKNOWN = -1
 
 
@@ -34,7 +34,7 @@ class HeldChunks:
     ) -> None:
         self._state = state
         self._replica = replica
-        self._hashes = state.hashes(hashes_per_chunk)
+        self._keys, self._hashes = state.keys(hashes_per_chunk), state.hashes(hashes_per_chunk)
         self.end = end
         self._usable = replica.usable_bits
         self._bits: dict[int, list[int]] = {}
@@ -59,8 +59,11 @@ class HeldChunks:
         if _UNKNOWN not in found:
             return found
         prefix, usable = group_prefix(group), self._usable
-        values = self._replica.get_values([prefix + each for each in self._hashes[begin:end]])
-        found = [value & usable for value in values]
+        if group:
+            keys = [prefix + each for each in self._hashes[begin:end]]
+        else:
+            keys = self._keys[begin:end]
+        found = [value & usable for value in self._replica.get_values(keys)]
         if self._state.tier_bits != ALL_TIERS:
             visible = {bits: self._state.visible(bits) for bits in set(found)}
             found = [visible[bits] for bits in found]

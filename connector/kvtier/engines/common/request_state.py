@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 from blake3 import blake3
@@ -221,13 +222,21 @@ class RequestState:
     def wire_keys(self, first_chunk: int, count: int) -> tuple[tuple[int, bytes], ...]:
         """Returns the keys of ``count`` chunks of group 0 as (group, hash), the form that messages
         have."""
-        hashes = self._hashes[first_chunk : first_chunk + count]
-        return tuple((0, block_hash) for block_hash in hashes)
+        return self.wire_keys_of_chunks([(0, first_chunk, first_chunk + count)])
 
     def wire_keys_of(self, parts: Sequence[Part]) -> tuple[tuple[int, bytes], ...]:
         """Returns the keys of the objects that ``parts`` belong to, as (group, hash)."""
         hashes = self._hashes
         return tuple((part.group, hashes[part.chunk]) for part in parts)
+
+    def wire_keys_of_chunks(
+        self, chunks: Iterable[tuple[int, int, int]]
+    ) -> tuple[tuple[int, bytes], ...]:
+        """Returns the keys of (group, first chunk, first chunk after them), as (group, hash)."""
+        hashes, keys = self._hashes, []
+        for group, begin, end in chunks:
+            keys += zip(repeat(group), hashes[begin:end], strict=False)
+        return tuple(keys)
 
     def drop_blocks(self) -> None:
         """vLLM freed the request's blocks (a preemption, or a load that failed completely).

@@ -171,12 +171,10 @@ class QueuedPrefixes:
         if end_tokens < max(1, self._session.live.min_load_tokens):
             return ()
         in_ram = held.only(RAM_BITS.__and__)
-        if all(
-            in_ram.first_missing(group, begin, stop) == stop
-            for group, begin, stop in planner.needed_chunks(0, end_tokens)
-        ):
+        needed = planner.needed_chunks(0, end_tokens)
+        if all(in_ram.first_missing(group, begin, stop) == stop for group, begin, stop in needed):
             return ()
-        return state.wire_keys_of(planner.needed(0, end_tokens))
+        return state.wire_keys_of_chunks(needed)
 
     def _send(self, keys: WireKeys, state: RequestState) -> int:
         prefetch = self._new_id()
