@@ -12,8 +12,7 @@ Numbers are from 1 to 2^32 - 1. One thread at a time may change the table; ``get
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from struct import Struct
-from struct import error as StructError
+from struct import Struct, error
 
 _BUCKETS = 1 << 16
 _VALUE = Struct("<I")
@@ -79,7 +78,7 @@ class KeyTable:
                     append(self.get(key))
                 else:
                     append(unpack(records, at + size)[0])
-        except StructError:
+        except error:
             return None
         return found
 

@@ -35,6 +35,12 @@ MAX_CHUNK_TOKENS = 1 << 20
 """Above any context length in use. The common multiple of odd block sizes can be very large."""
 
 
+FIRST_BATCH = 16
+"""Chunks that are looked up together; each further batch has twice as many, up to
+``LARGEST_BATCH``. Most prompts are not held at all, which the first batch tells."""
+LARGEST_BATCH = 64
+
+
 class UnsupportedGeometryError(KVTierError):
     """The planner does not serve the engine's KV groups. The message has the numbers."""
 
@@ -95,9 +101,9 @@ class Presence(Protocol):
         one before ``end``."""
         ...
 
-    def last(self, group: int, begin: int, end: int, present: bool) -> int:
-        """The last chunk before ``end`` of which a group has an object (``present``) or has none;
-        ``begin - 1`` if there is no such chunk from ``begin`` on."""
+    def held(self, group: int, begin: int, end: int) -> Sequence[object]:
+        """Of each chunk from ``begin`` to before ``end``: a true value if a group has its object,
+        else a false one."""
         ...
 
 
@@ -377,35 +383,77 @@ class Planner:
         up.
         """
         first, end = self.chunks(start_tokens), max_chunks
-        others: list[int] = []
+        scans: list[_GroupScan] = []
         for number, group in enumerate(self.groups):
             if group.kind is not GroupKind.FULL:
-                others.append(number)
+                scans.append(_GroupScan(self, number, start_tokens, presence))
             elif end > first:
                 end = presence.first_missing(number, first, end)
         # A state is one lookup, a window is many.
-        others.sort(key=lambda number: self.groups[number].kind is not GroupKind.STATE)
-        complete = dict.fromkeys(others, end)
-        """From which chunk on a group is known to have every one before ``end``."""
+        scans.sort(key=lambda scan: scan.group.kind is not GroupKind.STATE)
+        before = -1
+        while end > first and end != before:
+            before = end
+            for scan in scans:
+                end = scan.longest(end)
+        return end if end > first else 0
+
+
+class _GroupScan:
+    """Looks for what prefixes need of one group that is not full attention, from the last chunk on
+    backwards. Each object is looked at once."""
+
+    def __init__(
+        self, planner: Planner, number: int, start_tokens: int, presence: Presence
+    ) -> None:
+        self.group = planner.groups[number]
+        self._number = number
+        self._start_tokens = start_tokens
+        self._size = planner.chunk_tokens
+        self._presence = presence
+        self._first = start_tokens // planner.chunk_tokens
+        self._complete: int | None = None
+        """Every chunk from here on is there, up to the end of the last call."""
+        self._low = 0
+        self._held: Sequence[object] = ()
+        """Of the chunks from ``_low`` on."""
+        self._batch = FIRST_BATCH
+
+    def longest(self, end: int) -> int:
+        """Chunks of the longest prefix of at most ``end`` chunks for which the group has what it
+        needs; not above the first chunk if there is none. ``end`` does not grow from call to
+        call."""
+        first, has = self._first, self._has
+        complete = end if self._complete is None else min(self._complete, end)
         while end > first:
-            for number in others:
-                group = self.groups[number]
-                block = group.first_needed_block(self.tokens(end))
-                begin = self.chunks(max(start_tokens, block * group.block_tokens))
-                stop = max(begin, min(complete[number], end))
-                missing = presence.last(number, begin, stop, False)
-                complete[number] = min(complete[number], missing + 1)
-                if missing >= begin:
-                    # A prefix that needs less ends before the missing chunk: the first block that a
-                    # prefix needs does not move back when the prefix grows.
-                    end = presence.last(number, first, missing, True) + 1
-                    if group.kind is GroupKind.CHUNKED:
-                        size = group.window_tokens
-                        end = max(end, self.chunks(self.tokens(missing) // size * size))
-                    break
-            else:
-                return end
-        return 0
+            begin = self._begin(end)
+            while complete > begin and has(complete - 1):
+                complete -= 1
+            if complete <= begin:
+                break
+            # A prefix that needs less ends before the missing chunk: the first block that a prefix
+            # needs does not move back when the prefix grows.
+            end = complete = complete - 1
+            if self.group.kind is not GroupKind.CHUNKED:
+                while end > first and not has(end - 1):
+                    end = complete = end - 1
+        self._complete = complete
+        return end
+
+    def _begin(self, end: int) -> int:
+        """The first chunk that a prefix of ``end`` chunks needs of the group."""
+        group, size = self.group, self._size
+        needed = group.first_needed_block(end * size) * group.block_tokens
+        return max(self._start_tokens, needed) // size
+
+    def _has(self, chunk: int) -> object:
+        at = chunk - self._low
+        if not 0 <= at < len(self._held):
+            self._low = max(self._first, chunk + 1 - self._batch)
+            self._held = self._presence.held(self._number, self._low, chunk + 1)
+            self._batch = min(2 * self._batch, LARGEST_BATCH)
+            at = chunk - self._low
+        return self._held[at]
 
 
 class Frontier:

@@ -118,6 +118,10 @@ def test_what_is_loaded_is_what_the_engine_reads_and_allocates_and_no_more(
         wanted = {token // block for token in _reads(group, end_tokens) if token >= start_tokens}
         assert loaded == sorted(wanted)
     assert sum(part.tokens for part in parts) == (end_tokens - start_tokens if parts else 0)
+    chunks = planner.needed_chunks(start_tokens, end_tokens)
+    assert [(part.group, part.chunk) for part in parts] == [
+        (group, chunk) for group, begin, stop in chunks for chunk in range(begin, stop)
+    ]
 
 
 @given(planner=_hybrids(), end=st.integers(1, 12))
@@ -142,11 +146,8 @@ class _Without:
         chunks = range(begin, end)
         return next((chunk for chunk in chunks if (group, chunk) in self._missing), end)
 
-    def last(self, group: int, begin: int, end: int, present: bool) -> int:
-        for chunk in reversed(range(begin, end)):
-            if ((group, chunk) not in self._missing) is present:
-                return chunk
-        return begin - 1
+    def held(self, group: int, begin: int, end: int) -> list[bool]:
+        return [(group, chunk) not in self._missing for chunk in range(begin, end)]
 
 
 @given(data=st.data(), planner=_hybrids(), start=st.integers(0, 6), most=st.integers(0, 10))

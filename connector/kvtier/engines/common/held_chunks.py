@@ -13,12 +13,9 @@ from copy import copy
 
 from kvtier.engines.common.request_state import ALL_TIERS, RequestState
 from kvtier.keys import group_prefix
+from kvtier.planner import FIRST_BATCH, LARGEST_BATCH
 from kvtier.tierd.replication import Replica
 
-FIRST_BATCH = 16
-"""Chunks of the first call; each further one asks for twice as many, up to ``LARGEST_BATCH``. Most
-prompts are not held at all, which the first call tells."""
-LARGEST_BATCH = 64
 _UNKNOWN = -1
 
 
@@ -83,16 +80,8 @@ class HeldChunks:
             size = min(2 * size, LARGEST_BATCH)
         return end
 
-    def last(self, group: int, begin: int, end: int, present: bool) -> int:
-        """The last chunk before ``end`` whose object is there (``present``) or not; ``begin - 1``
-        if there is no such chunk from ``begin`` on."""
-        size, counts = FIRST_BATCH, self._counts
-        while end > begin:
-            batch = self.bits(group, max(begin, end - size), end)
-            wanted = [bits for bits in set(batch) if bool(counts(bits)) is present]
-            if wanted:
-                batch.reverse()
-                return end - 1 - min(map(batch.index, wanted))
-            end -= len(batch)
-            size = min(2 * size, LARGEST_BATCH)
-        return begin - 1
+    def held(self, group: int, begin: int, end: int) -> list[bool]:
+        """Of each chunk from ``begin`` to before ``end``: whether its object is there."""
+        found = self.bits(group, begin, end)
+        counts = {bits: bool(self._counts(bits)) for bits in set(found)}
+        return [counts[bits] for bits in found]
