@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from itertools import count, groupby
 from typing import Any, Protocol
 
+from kvtier.engines.common.hints import NO_HINTS
 from kvtier.engines.common.jobs import BlockRun, StoreJob
 from kvtier.engines.common.request_state import RequestState
 from kvtier.engines.common.tierd_session import TierdSession
@@ -185,7 +186,9 @@ class SchedulerStores:
 
     def may_be_stored(self, state: RequestState) -> bool:
         """Whether chunks of this request may be stored at all, as far as it says itself."""
-        return not self._request_blocked_reason(state) and not self._is_short(state)
+        if state.request.num_prompt_tokens < self._session.live.min_store_tokens:
+            return False
+        return state.hints is NO_HINTS or not self._request_blocked_reason(state)
 
     def _is_short(self, state: RequestState) -> bool:
         return state.prompt_tokens < self._session.live.min_store_tokens
