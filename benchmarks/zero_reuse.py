@@ -1,4 +1,4 @@
-"""What stores cost an engine whose prompts never come back: tokens a second with KVTier and without.
+"""What stores cost an engine whose prompts never come back: tokens a second with and without it.
 
 Real vLLM engines on the CPU, each in a process of its own with one thread: without a connector,
 with a memory tier, and with a memory and a file tier. In each round all of them get the same

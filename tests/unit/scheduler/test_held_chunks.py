@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from types import FrameType, SimpleNamespace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.python_calls import python_calls
 from tests.unit.scheduler.scheduler_testbed import DISK, RAM, SchedulerTestbed
 
 from kvtier.engines.common.held_chunks import HeldChunks
@@ -92,18 +93,7 @@ def _cost(planner: Planner | None, chunks: int, others: int, bits: int, holes: i
     for group in range(len(planner.groups) if planner else 1):
         keys = [bytes([group]) + key[1:] for key in request.keys(0, chunks)]
         testbed.hold(keys[:: holes if group == 1 else 1], bits)
-    count = 0
-
-    def profile(_frame: FrameType, event: str, _argument: object) -> None:
-        nonlocal count
-        count += event == "call"
-
-    sys.setprofile(profile)
-    try:
-        testbed.ask(request)
-    finally:
-        sys.setprofile(None)
-    return count
+    return python_calls(lambda: testbed.ask(request))
 
 
 @pytest.mark.parametrize("planner", [None, HYBRID], ids=["one group", "three groups"])
@@ -123,3 +113,21 @@ def test_a_lookup_makes_hardly_more_calls_for_a_long_prompt_and_none_more_for_a_
 def test_a_prompt_whose_windows_have_holes_is_looked_up_once() -> None:
     """No prefix is usable, which takes a few calls for each hole."""
     assert _cost(HYBRID, 512, 0, DISK, holes=2) < 512 * 8
+
+
+@pytest.mark.parametrize("planner", [None, HYBRID], ids=["one group", "three groups"])
+def test_a_decode_step_makes_a_handful_of_calls_for_each_running_request(
+    planner: Planner | None,
+) -> None:
+    """Each request has chunks that wait for a slot, and no slot is free.
+    ``benchmarks/scheduler_step.py`` has the times."""
+    cost = []
+    for requests in (16, 80):
+        testbed = SchedulerTestbed(planner=planner)
+        scheduled = {f"r{number}": 2 * CHUNK for number in range(requests)}
+        for name in scheduled:
+            testbed.admit(testbed.request(2 * CHUNK, name), 0, 0)
+        testbed.run(scheduled)
+        scheduled = dict.fromkeys(scheduled, 1)
+        cost.append(python_calls(partial(testbed.build, scheduled)))
+    assert (cost[1] - cost[0]) / 64 < 5
