@@ -32,6 +32,22 @@ CLASSES = (
     f"{METRICS}:KVConnectorPromMetrics",
 )
 """Bases of KVTier's classes: all their methods are in the table."""
+CONFIGS = {
+    "VllmConfig": "vllm.config.vllm",
+    "ModelConfig": "vllm.config.model",
+    "CacheConfig": "vllm.config.cache",
+    "ParallelConfig": "vllm.config.parallel",
+    "SpeculativeConfig": "vllm.config.speculative",
+    "LoRAConfig": "vllm.config.lora",
+    "MultiModalConfig": "vllm.config.multimodal",
+    "AttentionConfig": "vllm.config.attention",
+    "PoolerConfig": "vllm.config.pooler",
+    "MambaConfig": "vllm.config.mamba",
+    "OffloadConfig": "vllm.config.offload",
+    "KernelConfig": "vllm.config.kernel",
+    "DiffusionConfig": "vllm.config.diffusion",
+}
+"""Classes of vLLM's configuration by name, with their module: all their fields are in the table."""
 _REQUEST = (
     "request_id", "num_tokens", "num_prompt_tokens", "num_computed_tokens", "block_hashes",
     "lora_request", "status", "prompt_embeds", "resumable", "skip_reading_prefix_cache",
@@ -98,8 +114,11 @@ Hook = dict[str, Any]
 
 def files() -> list[str]:
     """The files of vLLM that are read; a module may be a package."""
-    modules = {owner.partition(":")[0] for owner in CLASSES} | set(NAMES)
-    return sorted(path for module in modules for path in _paths(module))
+    return sorted(path for module in _modules() for path in _paths(module))
+
+
+def _modules() -> set[str]:
+    return {owner.partition(":")[0] for owner in CLASSES} | set(NAMES) | set(CONFIGS.values())
 
 
 def _paths(module: str) -> tuple[str, str]:
@@ -119,8 +138,7 @@ def reader(source: Path) -> Read:
 def contract(read: Read) -> dict[str, Hook | None]:
     """What one release has: for a method its kind and parameters, for other names None."""
     found: dict[str, Hook | None] = {}
-    modules = sorted({owner.partition(":")[0] for owner in CLASSES} | set(NAMES))
-    for module in modules:
+    for module in sorted(_modules()):
         text = next((text for path in _paths(module) if (text := read(path)) is not None), None)
         if text is None:
             continue
@@ -128,6 +146,9 @@ def contract(read: Read) -> dict[str, Hook | None]:
         for owner in CLASSES:
             if owner.startswith(f"{module}:"):
                 found.update(_methods(owner, _class(tree, owner.partition(":")[2])))
+        for name, where in CONFIGS.items():
+            if where == module:
+                found.update(dict.fromkeys(_fields(where, _class(tree, name))))
         present = set(_defined(tree))
         found.update(
             {f"{module}:{name}": None for name in NAMES.get(module, ()) if name in present}
@@ -154,6 +175,27 @@ def _methods(owner: str, node: ast.ClassDef | None) -> Iterator[tuple[str, Hook]
                     "parameters": _parameters(each.args),
                 },
             )
+
+
+def _fields(module: str, node: ast.ClassDef | None) -> Iterator[str]:
+    """The fields of a dataclass, without those that only its constructor takes."""
+    if node is None:
+        return
+    for each in node.body:
+        if (
+            isinstance(each, ast.AnnAssign)
+            and isinstance(each.target, ast.Name)
+            and not ast.unparse(each.annotation).startswith(("ClassVar", "InitVar"))
+        ):
+            yield f"{module}:{node.name}.{each.target.id}"
+
+
+def config_fields(found: Mapping[str, Hook | None]) -> dict[str, set[str]]:
+    """The fields of each class of ``CONFIGS`` in one release."""
+    return {
+        name: {each.rpartition(".")[2] for each in found if each.startswith(f"{module}:{name}.")}
+        for name, module in CONFIGS.items()
+    }
 
 
 def _parameters(arguments: ast.arguments) -> list[str]:

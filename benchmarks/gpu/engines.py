@@ -53,6 +53,7 @@ LLAMA_8B = {
 }
 """The shape of Llama 3.1 8B."""
 BYTES_PER_TOKEN = 2 * 32 * 8 * 128 * 2
+CHUNK_TOKENS = 64
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +61,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runner", choices=("v1", "v2"), default="v2", help="vLLM's model runner")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of one engine")
     parser.add_argument("--ram-gib", type=int, default=36, help="capacity of the memory tier")
-    parser.add_argument("--chunk-tokens", type=int, default=0, help="0: the default of a policy")
+    parser.add_argument(
+        "--chunk-tokens", type=int, default=CHUNK_TOKENS, help="in a chunk; as policies by default"
+    )
     parser.add_argument("--layers", type=int, default=32, help="fewer: for a trial without a GPU")
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
     parser.add_argument("--only", choices=("kvtier", "peer"), help="measure one of the two")
@@ -123,12 +126,14 @@ def make_model(directory: Path, layers: int) -> Path:
 
 
 def make_topology(
-    directory: Path, ram_gib: int, chunk_tokens: int = 0, daemon: Daemon = Daemon.ENGINE
+    directory: Path,
+    ram_gib: int,
+    chunk_tokens: int = CHUNK_TOKENS,
+    daemon: Daemon = Daemon.ENGINE,
 ) -> Path:
     """Writes documents with one memory tier and returns their directory. Its tierd runs in a
     directory of the same name in shared memory."""
     live = Live(min_load_tokens=256, tiers={"ram": LiveTier()})
-    more: dict[str, Any] = {"chunk_tokens": chunk_tokens} if chunk_tokens else {}
     structural = Structural(
         policy=PolicyIdentity(namespace="default", name="benchmark"),
         content_hash="benchmark",
@@ -137,7 +142,7 @@ def make_topology(
         tiers=[MemoryTierDocument(name="ram", capacity_bytes=ram_gib << 30)],
         http=HttpEndpoint(port=0),
         live=live,
-        **more,
+        chunk_tokens=chunk_tokens,
     )
     write(directory, Topology(structural=structural, live=live))
     return directory

@@ -133,10 +133,6 @@ class PrefixOrder:
         """Whether the node has entered and not left."""
         return bool(self._flags[node] & _PRESENT)
 
-    def is_parked(self, node: int) -> bool:
-        """Whether the node is excluded from eviction."""
-        return bool(self._flags[node] & _PARKED)
-
     def is_often(self, node: int) -> bool:
         """Whether the node is in the list of nodes that are used often."""
         return bool(self._flags[node] & _OFTEN)

@@ -53,7 +53,8 @@ class HybridModel:
     options that its engine needs.
 
     ``chunk_tokens``: of the topology. ``embedding_scale``: where the output uses the weights of the
-    embedding, large ones make the model repeat its input, which hides wrong KV.
+    embedding, large ones make the model repeat its input, which hides wrong KV. ``environment``: of
+    the engine.
     """
 
     model_type: str
@@ -61,6 +62,7 @@ class HybridModel:
     engine: dict[str, Any] = field(default_factory=dict)
     chunk_tokens: int = 64
     embedding_scale: float = 1.0
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 MODELS: dict[str, HybridModel] = {
@@ -82,6 +84,35 @@ MODELS: dict[str, HybridModel] = {
             "tie_word_embeddings": True,
         },
         embedding_scale=0.01,
+    ),
+    "gemma4": HybridModel(
+        # Layers with other head sizes: vLLM gives the two kinds other block sizes, 64 and 32.
+        "gemma4_text",
+        {
+            "sliding_window": WINDOW,
+            "layer_types": [SLIDING, SLIDING, SLIDING, FULL],
+            "global_head_dim": 64,
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 512,
+            "tie_word_embeddings": True,
+        },
+        embedding_scale=0.01,
+    ),
+    "llama4": HybridModel(
+        # Chunked local attention, for which vLLM keeps one group unless it is told otherwise.
+        "llama4_text",
+        {
+            "attention_chunk_size": 128,
+            "no_rope_layers": [1, 0, 1, 0],
+            "layer_types": ["chunked_attention", FULL, "chunked_attention", FULL],
+            "interleave_moe_layer_step": 0,
+            "moe_layers": [],
+            "num_local_experts": 1,
+            "num_experts_per_tok": 1,
+            "intermediate_size_mlp": 256,
+            "use_qk_norm": False,
+        },
+        environment={"VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE": "1"},
     ),
     "olmo3": HybridModel(
         "olmo3",

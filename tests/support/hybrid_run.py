@@ -195,6 +195,7 @@ def main() -> None:
     os.environ.update(cpu_environment())
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["PYTHONHASHSEED"] = "0"
+    os.environ.update(_module("hybrid_models").MODELS[sys.argv[1]].environment)
     answers.write(json.dumps(run(sys.argv[1], Path(sys.argv[2]))) + "\n")
     answers.flush()
     os._exit(0)

@@ -384,23 +384,26 @@ class _Merge:
         return values
 
 
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object with these members. Raises ``ValueError`` if two have the same key."""
+    mapping = dict(pairs)
+    if len(mapping) != len(pairs):
+        keys = [key for key, _ in pairs]
+        repeated = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {repeated!r} is defined more than once")
+    return mapping
+
+
 def parse_json(content: bytes) -> dict[str, Any]:
     """A JSON object; duplicate keys, NaN and anything but an object raise ``ValueError``."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        mapping = dict(pairs)
-        if len(mapping) != len(pairs):
-            keys = [key for key, _ in pairs]
-            raise ValueError(
-                f"the key {next(key for key in keys if keys.count(key) > 1)!r} is defined twice"
-            )
-        return mapping
 
     def reject_constant(name: str) -> Any:
         raise ValueError(f"{name} is not a JSON number")
 
     try:
-        document = json.loads(content, object_pairs_hook=unique, parse_constant=reject_constant)
+        document = json.loads(
+            content, object_pairs_hook=unique_keys, parse_constant=reject_constant
+        )
     except RecursionError:
         raise ValueError("the document is nested too deeply") from None
     except UnicodeDecodeError:

@@ -197,14 +197,12 @@ class StubEngine:
         self.step()
         epoch = self._credits_epoch
         if not self.usable or not self._credits:
-            self.seen.store_dropped += 1
             return None
         slot = self._credits.pop(0)
         self._numbers += 1
         done = threading.Event()
         key = block_hash(number)
         if not self.client.send(Reserve(items=((self._numbers, 0, key, slot, b""),))):
-            self.seen.store_dropped += 1
             return None
         self.worker.put(StubJob(self._numbers, (GROUP + key,), epoch, slot, done))
         return done

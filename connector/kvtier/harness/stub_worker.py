@@ -76,7 +76,6 @@ class Seen:
     were reused while they were copied."""
 
     stored: int = 0
-    store_dropped: int = 0
     loaded: int = 0
     promoted: int = 0
     load_failed: int = 0

@@ -34,12 +34,10 @@ class IoCall:
         "_finished",
         "finished_at",
         "started_at",
-        "submitted_at",
         "work",
     )
 
     def __init__(self, clock: Clock, work: Callable[[], object], finished: Finished) -> None:
-        self.submitted_at = clock()
         self.started_at: float | None = None
         self.finished_at: float | None = None
         self._clock = clock

@@ -13,11 +13,11 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvtier.errors import TierCorruptError, TierMissError, TierNoSpaceError, TierUnavailableError
-from kvtier.tiers.base import ObjectMeta, ObjectRef, OnChange, Tier, TierLimits, TierUsage
+from kvtier.tiers.base import ForwardingTier, ObjectMeta, ObjectRef, Tier
 from kvtier.tiers.filesystem.io import tier_error
 
 OPERATIONS = ("read", "write", "probe", "delete", "check", "maintain")
@@ -52,13 +52,14 @@ _ERRORS: dict[str, Callable[[str], Exception]] = {
 KINDS = ("latency", "hang", "errno", *_ERRORS)
 
 
-class FaultyTier(Tier):
-    """``inner`` with a fault. ``calls`` counts operations by name, ``hanging`` those that hang."""
+class FaultyTier(ForwardingTier):
+    """``inner`` with a fault. ``calls`` counts operations by name, ``hanging`` those that hang.
+
+    Only ``OPERATIONS`` are faulty: ``open`` is not, because a daemon under test has to start.
+    """
 
     def __init__(self, inner: Tier, sleep: Callable[[float], None] = time.sleep) -> None:
-        self.inner = inner
-        self.name = inner.name
-        self.capabilities = inner.capabilities
+        super().__init__(inner)
         self.calls: dict[str, int] = dict.fromkeys(OPERATIONS, 0)
         self.hanging = 0
         self._sleep = sleep
@@ -102,47 +103,10 @@ class FaultyTier(Tier):
         else:
             raise _ERRORS[fault.kind](f"{self.name}: injected fault {fault.kind} in {operation}")
 
-    def open(self, on_change: OnChange) -> None:
-        """Never faulty: a daemon under test has to start."""
-        self.inner.open(on_change)
-
     def close(self) -> None:
         """Releases hanging calls and closes."""
         self.set_fault(None)
         self.inner.close()
-
-    def configure(self, limits: TierLimits) -> None:
-        """Passes the call on without a fault."""
-        self.inner.configure(limits)
-
-    @property
-    def asks_on_miss(self) -> bool:
-        """As the inner tier."""
-        return self.inner.asks_on_miss
-
-    def contains(self, ref: ObjectRef) -> bool:
-        """Passes the call on without a fault."""
-        return self.inner.contains(ref)
-
-    def keys(self, namespace: str) -> Iterator[bytes]:
-        """Passes the call on without a fault."""
-        return self.inner.keys(namespace)
-
-    def usage(self) -> TierUsage:
-        """Passes the call on without a fault."""
-        return self.inner.usage()
-
-    def volume(self) -> tuple[int, int]:
-        """Passes the call on without a fault."""
-        return self.inner.volume()
-
-    def counts(self) -> Mapping[tuple[str, str], int]:
-        """Passes the call on without a fault."""
-        return self.inner.counts()
-
-    def touch(self, ref: ObjectRef, previous: bytes = b"") -> None:
-        """Passes the call on without a fault."""
-        self.inner.touch(ref, previous)
 
     def probe(self, ref: ObjectRef) -> bool:
         """Operation "probe"."""
@@ -177,9 +141,3 @@ class FaultyTier(Tier):
         """Operation "check"."""
         self._inject("check")
         self.inner.check()
-
-    def describe_namespace(self, namespace: str, text: str) -> None:
-        """Passes the call on to tiers that store descriptions."""
-        describe = getattr(self.inner, "describe_namespace", None)
-        if describe is not None:
-            describe(namespace, text)

@@ -233,3 +233,70 @@ class Tier(ABC):
     @abstractmethod
     def check(self) -> None:
         """Writes, reads, compares and deletes a small object. Raises a ``TierError`` on failure."""
+
+
+class ForwardingTier(Tier):
+    """A tier that passes every call on to ``inner``. Subclasses change some of them."""
+
+    def __init__(self, inner: Tier) -> None:
+        self.inner = inner
+        self.name = inner.name
+        self.capabilities = inner.capabilities
+
+    def open(self, on_change: OnChange) -> None:
+        self.inner.open(on_change)
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def configure(self, limits: TierLimits) -> None:
+        self.inner.configure(limits)
+
+    @property
+    def asks_on_miss(self) -> bool:
+        return self.inner.asks_on_miss
+
+    def contains(self, ref: ObjectRef) -> bool:
+        return self.inner.contains(ref)
+
+    def keys(self, namespace: str) -> Iterator[bytes]:
+        return self.inner.keys(namespace)
+
+    def usage(self) -> TierUsage:
+        return self.inner.usage()
+
+    def volume(self) -> tuple[int, int]:
+        return self.inner.volume()
+
+    def tenants(self) -> Mapping[bytes, int]:
+        return self.inner.tenants()
+
+    def counts(self) -> Mapping[tuple[str, str], int]:
+        return self.inner.counts()
+
+    def probe(self, ref: ObjectRef) -> bool:
+        return self.inner.probe(ref)
+
+    def read(self, ref: ObjectRef, into: memoryview) -> ObjectMeta:
+        return self.inner.read(ref, into)
+
+    def write(self, ref: ObjectRef, payload: memoryview, meta: ObjectMeta) -> None:
+        self.inner.write(ref, payload, meta)
+
+    def delete(self, ref: ObjectRef) -> None:
+        self.inner.delete(ref)
+
+    def touch(self, ref: ObjectRef, previous: bytes = b"") -> None:
+        self.inner.touch(ref, previous)
+
+    def maintain(self) -> None:
+        self.inner.maintain()
+
+    def check(self) -> None:
+        self.inner.check()
+
+    def describe_namespace(self, namespace: str, text: str) -> None:
+        """Passes the description to a tier that stores it."""
+        describe = getattr(self.inner, "describe_namespace", None)
+        if describe is not None:
+            describe(namespace, text)

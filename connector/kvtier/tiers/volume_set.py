@@ -25,6 +25,7 @@ from hashlib import blake2b
 
 from kvtier.errors import TierError, TierMissError
 from kvtier.tiers.base import (
+    ForwardingTier,
     ObjectMeta,
     ObjectRef,
     OnChange,
@@ -62,13 +63,11 @@ class _Predecessors:
         return None if before is None and previous else found
 
 
-class _Volume(Tier):
+class _Volume(ForwardingTier):
     """One volume. Passes calls on, with the predecessors that it holds."""
 
     def __init__(self, inner: Tier, position: int, predecessors: _Predecessors) -> None:
-        self.inner = inner
-        self.name = inner.name
-        self.capabilities = inner.capabilities
+        super().__init__(inner)
         self._position = position
         self._predecessors = predecessors
 
@@ -86,58 +85,6 @@ class _Volume(Tier):
         if found is not None:
             return found
         return previous if self.inner.contains(ObjectRef(ref.namespace, previous)) else b""
-
-    def open(self, on_change: OnChange) -> None:
-        self.inner.open(on_change)
-
-    def close(self) -> None:
-        self.inner.close()
-
-    def configure(self, limits: TierLimits) -> None:
-        self.inner.configure(limits)
-
-    def contains(self, ref: ObjectRef) -> bool:
-        return self.inner.contains(ref)
-
-    def keys(self, namespace: str) -> Iterator[bytes]:
-        return self.inner.keys(namespace)
-
-    def usage(self) -> TierUsage:
-        return self.inner.usage()
-
-    def volume(self) -> tuple[int, int]:
-        return self.inner.volume()
-
-    def counts(self) -> Mapping[tuple[str, str], int]:
-        return self.inner.counts()
-
-    def tenants(self) -> Mapping[bytes, int]:
-        return self.inner.tenants()
-
-    @property
-    def asks_on_miss(self) -> bool:
-        return self.inner.asks_on_miss
-
-    def probe(self, ref: ObjectRef) -> bool:
-        return self.inner.probe(ref)
-
-    def read(self, ref: ObjectRef, into: memoryview) -> ObjectMeta:
-        return self.inner.read(ref, into)
-
-    def delete(self, ref: ObjectRef) -> None:
-        self.inner.delete(ref)
-
-    def maintain(self) -> None:
-        self.inner.maintain()
-
-    def check(self) -> None:
-        self.inner.check()
-
-    def describe_namespace(self, namespace: str, text: str) -> None:
-        """Passes the description to a tier that stores it."""
-        describe = getattr(self.inner, "describe_namespace", None)
-        if describe is not None:
-            describe(namespace, text)
 
 
 class VolumeSet(Tier):

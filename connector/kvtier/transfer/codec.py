@@ -217,16 +217,6 @@ def _tensors(kv_caches: Mapping[str, object], name: str) -> list[torch.Tensor]:
     return tensors
 
 
-def layer_layout(
-    name: str, tensor: torch.Tensor, num_blocks: int, page_size_bytes: int, padded: bool = False
-) -> LayerLayout:
-    """Derives the layout of one layer's pages. Raises ``CodecError``.
-
-    ``padded``: the page may be larger than what the tensor shows of it.
-    """
-    return _layer_layout(Registered(name, tensor), num_blocks, page_size_bytes, padded)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Registered:
     """One tensor that the engine registered for layer ``layer``. ``part``: its number if it is one
@@ -242,9 +232,13 @@ class Registered:
         return self.layer if self.part < 0 else f"{self.layer}[{self.part}]"
 
 
-def _layer_layout(
-    registered: Registered, num_blocks: int, page_size_bytes: int, padded: bool
+def layer_layout(
+    registered: Registered, num_blocks: int, page_size_bytes: int, padded: bool = False
 ) -> LayerLayout:
+    """Derives the layout of one layer's pages. Raises ``CodecError``.
+
+    ``padded``: the page may be larger than what the tensor shows of it.
+    """
     name, tensor = registered.name, registered.tensor
     shape, item = tuple(int(size) for size in tensor.shape), tensor.element_size()
     block_dim = _block_dim(name, shape, num_blocks)
@@ -346,7 +340,7 @@ def _group(
         spec = _layer_spec(group.kv_cache_spec, name)
         for registered, page_bytes, padded in _pages(kv_caches, name, spec, num_blocks):
             tensor = registered.tensor
-            layout = _layer_layout(registered, num_blocks, page_bytes, padded)
+            layout = layer_layout(registered, num_blocks, page_bytes, padded)
             place = (tensor.untyped_storage().data_ptr(), layout.offset, layout.block_stride)
             if place in seen:  # a layer that shares the KV of another one
                 continue

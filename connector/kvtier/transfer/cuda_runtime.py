@@ -98,22 +98,20 @@ def register(
     On failure it unregisters what was registered and raises ``RegistrationError``. ``cancelled`` is
     called before each range.
     """
-    runtime = cuda.cudart()
-    index = torch.cuda.current_device() if device.index is None else device.index
+    # Threads start with the first device as the current one.
+    device = torch.device("cuda", current_device(device))
     done: list[int] = []
     lock = threading.Lock()
 
     def one(span: tuple[int, int]) -> str:
         if cancelled():
             return "cancelled"
-        torch.cuda.set_device(index)
-        relax_capture()
-        begin, end = span
-        code = int(runtime.cudaHostRegister(address + begin, end - begin, _REGISTER_PORTABLE))
-        if code:
-            return f"cudaHostRegister of {end - begin} bytes at offset {begin}: error {code}"
+        try:
+            register_range(address, span, device)
+        except RegistrationError as error:
+            return str(error)
         with lock:
-            done.append(begin)
+            done.append(span[0])
         return ""
 
     with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="kvtier-register") as executor:
@@ -121,6 +119,26 @@ def register(
     if problems:
         unregister(address, tuple(done))
         raise RegistrationError(problems[0])
+
+
+def current_device(device: torch.device) -> int:
+    """Returns the index of a device, which for one without an index is the thread's."""
+    return int(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def register_range(address: int, span: tuple[int, int], device: torch.device) -> None:
+    """Page-locks one range, relative to ``address``, for a device that has an index. Any thread.
+
+    Raises ``RegistrationError``.
+    """
+    torch.cuda.set_device(device)
+    relax_capture()
+    begin, end = span
+    code = int(cuda.cudart().cudaHostRegister(address + begin, end - begin, _REGISTER_PORTABLE))
+    if code:
+        raise RegistrationError(
+            f"cudaHostRegister of {end - begin} bytes at offset {begin}: error {code}"
+        )
 
 
 def unregister(address: int, begins: tuple[int, ...]) -> None:

@@ -13,7 +13,12 @@ import torch
 from kvtier.transfer.codec import Codec, CodecError, layer_tensors
 from kvtier.transfer.cpu import CpuCopyEngine
 from kvtier.transfer.cuda import CudaCopyEngine
-from kvtier.transfer.cuda_runtime import register, registration_ranges, unregister
+from kvtier.transfer.cuda_runtime import (
+    register,
+    register_range,
+    registration_ranges,
+    unregister,
+)
 from kvtier.transfer.engine import CopyEngine
 from kvtier.transfer.host_pool import HostPool
 
@@ -59,3 +64,21 @@ def unregister_pool(pool: HostPool, begins: tuple[int, ...]) -> None:
     """Undoes ``register_pool``. No copy may run."""
     if begins:
         unregister(pool.memory.ctypes.data, begins)
+
+
+def pool_registration(
+    index: int,
+) -> tuple[
+    Callable[[int], tuple[tuple[int, int], ...]],
+    Callable[[HostPool, tuple[int, int]], None],
+    Callable[[HostPool, tuple[int, ...]], None],
+]:
+    """Returns how a pool is registered with the CUDA device ``index`` range by range: the ranges of
+    so many bytes, the call for one of them, which raises ``RegistrationError``, and
+    ``unregister_pool``."""
+    device = torch.device("cuda", index)
+
+    def register_one(pool: HostPool, span: tuple[int, int]) -> None:
+        register_range(pool.memory.ctypes.data, span, device)
+
+    return registration_ranges, register_one, unregister_pool

@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from kvtier.config.loader import unique_keys
 from kvtier_operator.api.policy import API_VERSION, KIND, KVTierPolicy
 from kvtier_operator.api.validation import FieldError, InvalidDocumentError, format_value, validated
 from kvtier_operator.api.yaml_scalars import Scalar, as_json, parse_scalar
@@ -205,7 +206,7 @@ def _raw_documents(text: str) -> list[Any]:
         # JSON may be indented with tabs, which YAML rejects. Other text that starts with { is YAML
         # in flow style.
         try:
-            return [json.loads(text, object_pairs_hook=_unique, parse_float=_json_float)]
+            return [json.loads(text, object_pairs_hook=unique_keys, parse_float=_json_float)]
         except json.JSONDecodeError:
             pass
     return list(yaml.load_all(text, Loader=_Loader))
@@ -213,17 +214,6 @@ def _raw_documents(text: str) -> list[Any]:
 
 def _json_float(text: str) -> int | float:
     return as_json(float(text))
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    mapping = dict(pairs)
-    if len(mapping) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(
-            f"the key {next(key for key in keys if keys.count(key) > 1)!r} is defined more than "
-            "once"
-        )
-    return mapping
 
 
 def _check_numbers(value: Any, depth: int, budget: list[int]) -> None:

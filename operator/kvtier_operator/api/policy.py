@@ -47,6 +47,12 @@ MAX_POLICY_NAME = 63
 """So that the name fits a label value, and `/dev/shm/kvtier-<name>-<hash>/tierd.sock` the 107 bytes
 of a socket path."""
 
+CHUNK_TOKENS = 64
+"""A conversation that comes back loses half a chunk on average. At 64 tokens an object of an 8B
+model has 8 MiB, which disks and links move at their full rate."""
+OTHER_CHUNK_TOKENS = 256
+"""Of the connectors whose cost of an object is higher; LMCache's own default."""
+
 
 def _first_is_memory(spec: PolicySpec) -> Iterator[Violation]:
     if spec.tiers[0].memory is None:
@@ -112,16 +118,19 @@ class PolicySpec(Model):
         Field(description=("The engine, and how the connector is delivered to it.")),
     ] = Engine()
     chunk_tokens: Annotated[
-        Integer,
+        Integer | None,
         STRUCTURAL,
         Field(
             ge=16,
             le=65_536,
             multiple_of=16,
-            description="Number of tokens in a chunk, the unit of storage and lookup.",
+            description=(
+                "Number of tokens in a chunk, the unit of storage and lookup. If not set, 64, and "
+                "256 with another connector than KVTier."
+            ),
         ),
         Accepts("a multiple of 16 from 16 to 65536"),
-    ] = 256
+    ] = None
     min_load_tokens: Annotated[
         Integer,
         LIVE,
@@ -235,6 +244,14 @@ class PolicySpec(Model):
             field_path=".tiers",
         ),
     )
+
+    @property
+    def tokens_per_chunk(self) -> int:
+        """``chunkTokens``, or what it is if it is not set."""
+        if self.chunk_tokens is not None:
+            return self.chunk_tokens
+        ours = self.engine.connector is Connector.KVTIER
+        return CHUNK_TOKENS if ours else OTHER_CHUNK_TOKENS
 
     def volume(self, key: str) -> MountedVolume:
         """The volume of a file tier with that key. Raises ``KeyError``."""

@@ -13,7 +13,7 @@ from kvtier_operator.api.tiers import TierSpec
 from kvtier_operator.render.volumes import claim_name
 
 IDENTITY: tuple[tuple[str, Callable[[PolicySpec], object]], ...] = (
-    ("chunkTokens", lambda spec: spec.chunk_tokens),
+    ("chunkTokens", lambda spec: spec.tokens_per_chunk),
     ("engine.hashSeed", lambda spec: spec.engine.hash_seed),
     ("isolation.salt", lambda spec: spec.isolation.salt),
     ("isolation.modelRevision", lambda spec: spec.isolation.model_revision),

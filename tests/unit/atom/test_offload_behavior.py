@@ -131,7 +131,7 @@ def test_completion_sets_carry_the_plain_ids_that_the_engine_compares() -> None:
     stored(bench)
     seq = bench.add(PROMPT, number=7)
     bench.engine.step()
-    operation = LoadOperationId(7, next(iter(bench.tiers.connector.loads._active)))
+    operation = LoadOperationId(7, next(iter(bench.tiers.connector.loads.in_flight._active)))
     output = bench.tiers.connector.process_completions(
         KVConnectorOutput(finished_loading={operation})
     )
@@ -148,7 +148,7 @@ def test_a_late_completion_of_an_earlier_generation_is_swallowed() -> None:
     first = bench.add(PROMPT, number=7)
     bench.tiers.ranks.faults = RankFaults(progress=0.0)
     bench.engine.step()
-    earlier = LoadOperationId(7, max(bench.tiers.connector.loads._active))
+    earlier = LoadOperationId(7, max(bench.tiers.connector.loads.in_flight._active))
     bench.tiers.ranks.faults = RankFaults(progress=1.0)
     bench.run()
     bench.check(first)
@@ -184,7 +184,7 @@ def test_a_successor_with_the_id_of_an_aborted_sequence_gets_its_own_completion(
     assert aborted.awaits_aborted_load
     successor = bench.add(PROMPT, max_tokens=20, number=7)
     bench.engine.step()
-    old, new = sorted(bench.tiers.connector.loads._active)
+    old, new = sorted(bench.tiers.connector.loads.in_flight._active)
     # The successor's load ends first. Its end must not release the blocks of the other.
     held = KVConnectorOutput(finished_loading={LoadOperationId(7, new)})
     bench.engine.scheduler.update_from_completions(held)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tests.support.atom_schedules import run_schedule
 
-from kvtier.engines.atom import loads as loads_module
+from kvtier.engines.atom import loads_in_flight as loads_module
 from kvtier.engines.atom import scheduler as scheduler_module
 from kvtier.engines.atom.loads import AtomLoads
 from kvtier.engines.atom.scheduler import AtomScheduler
@@ -151,16 +151,16 @@ def loads_are_known_by_id_alone(patch: Patch) -> None:
     start, ended = AtomLoads._start, AtomLoads.ended
 
     def replacing(self: AtomLoads, state: SequenceState, first: int, chunks: int) -> bool:
-        before = dict(self._active)
+        before = dict(self.in_flight._active)
         started = start(self, state, first, chunks)
         for load in before.values() if started else ():
             if load.state.seq.id == state.seq.id:
-                del self._active[load.load_id]
+                del self.in_flight._active[load.load_id]
                 load.state.load = None
         return started
 
     def by_id(self: AtomLoads, operation: Any, succeeded: bool) -> SequenceState | None:
-        for load in self._active.values():
+        for load in self.in_flight._active.values():
             if load.state.seq.id == operation.req_id:
                 operation = type(operation)(operation.req_id, load.load_id)
                 break
@@ -175,7 +175,7 @@ def a_late_completion_is_passed_on(patch: Patch) -> None:
     load_ended = AtomScheduler._load_ended
 
     def repeated(self: AtomScheduler, operation: Any, succeeded: bool) -> None:
-        if operation.generation not in self.loads._active:
+        if operation.generation not in self.loads.in_flight._active:
             end = scheduler_module._EndedLoad(operation.req_id, operation.generation, succeeded)
             self._held.append(end)
         load_ended(self, operation, succeeded)

@@ -167,6 +167,20 @@ def test_a_child_that_raises_hurts_neither_the_engine_nor_the_others(
     assert stats.own["multi_errors"] == {"one": {hook: 1}}
 
 
+@pytest.mark.parametrize("hook", sorted(ARGUMENTS))
+def test_a_child_with_an_answer_of_another_type_hurts_neither_the_engine_nor_the_others(
+    hook: str, directory: Path
+) -> None:
+    role, arguments = ARGUMENTS[hook]
+    made = multi(directory, role)
+    if role is WORKER:
+        made.bind_connector_metadata(_step())
+    recording.ANSWERS[("one", hook)] = object()
+    asked = "get_transfer_results" if hook == "get_block_ids_with_load_errors" else hook
+    getattr(made, asked)(*(({"done"},) if asked != hook else arguments))
+    assert [name for name, args in calls(hook) if args == arguments] == ["one", "two"]
+
+
 def test_a_required_child_that_does_not_start_ends_the_start(directory: Path) -> None:
     recording.ANSWERS[("one", "__init__")] = RuntimeError("no")
     multi(directory, WORKER)
@@ -179,7 +193,9 @@ def test_a_required_child_that_does_not_start_ends_the_start(directory: Path) ->
         made.register_kv_caches({})
 
 
-def test_a_child_that_a_worker_cannot_start_loads_nothing(directory: Path) -> None:
+def test_a_child_that_a_worker_cannot_start_loads_nothing(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     worker, scheduler = multi(directory, WORKER), multi(directory, SCHEDULER)
     recording.ANSWERS[("one", "register_kv_caches")] = RuntimeError("no memory")
     worker.register_kv_caches({})
@@ -190,6 +206,8 @@ def test_a_child_that_a_worker_cannot_start_loads_nothing(directory: Path) -> No
     report = worker.build_connector_worker_meta()
     assert report.dead == {0}
     scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=report))
+    assert "connector one is off until the engine restarts" in caplog.text
+    assert "loads nothing for 10 s" not in caplog.text
     recording.ANSWERS[("one", "get_num_new_matched_tokens")] = (32, True)
     recording.ANSWERS[("two", "get_num_new_matched_tokens")] = (16, True)
     assert scheduler.get_num_new_matched_tokens(REQUEST, 0) == (16, True)

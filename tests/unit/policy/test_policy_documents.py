@@ -49,7 +49,7 @@ def test_a_small_policy_is_accepted_with_all_defaults() -> None:
         "0",
         None,
     )
-    assert (spec.chunk_tokens, spec.min_load_tokens, spec.selection) == (256, 512, "Cost")
+    assert (spec.tokens_per_chunk, spec.min_load_tokens, spec.selection) == (64, 512, "Cost")
     tier = spec.tiers[0]
     assert (tier.load_weight, tier.lookup_timeout_milliseconds, tier.load_timeout_seconds) == (
         100,
@@ -210,7 +210,7 @@ def test_null_is_the_same_as_absent() -> None:
     with_null = load_policy(
         json.dumps(changed(complete_policy(), {"spec.engine": None, "spec.chunkTokens": None}))
     )
-    assert with_null.spec.chunk_tokens == 256
+    assert with_null.spec.tokens_per_chunk == 64
     assert "engine" not in with_null.spec.model_fields_set
 
 
@@ -325,3 +325,31 @@ def test_a_long_value_is_cut_in_messages() -> None:
         0
     ]
     assert len(refusal.value) <= 80
+
+
+@pytest.mark.parametrize(
+    ("connector", "given", "expected"),
+    [
+        ("KVTier", None, 64),
+        ("Offloading", None, 256),
+        ("LMCache", None, 256),
+        ("Offloading", 64, 64),
+        ("KVTier", 256, 256),
+    ],
+)
+def test_the_default_chunk_depends_on_the_connector(
+    connector: str, given: int | None, expected: int
+) -> None:
+    document = {
+        "apiVersion": "kvtier.io/v1alpha1",
+        "kind": "KVTierPolicy",
+        "metadata": {"name": "chat"},
+        "spec": {
+            "podSelector": {"matchLabels": {"app": "chat"}},
+            "engine": {"connector": connector},
+            "tiers": [{"name": "ram", "memory": {"capacity": "8Gi"}}],
+        },
+    }
+    if given is not None:
+        document["spec"]["chunkTokens"] = given  # type: ignore[index]
+    assert load_policy(json.dumps(document)).spec.tokens_per_chunk == expected

@@ -15,6 +15,7 @@ from kvtier.errors import (
 )
 from kvtier.testing.faulty_tier import OPERATIONS, FaultyTier, TierFault
 from kvtier.testing.objects import buffer, make_object
+from kvtier.tiers.base import ForwardingTier, Tier
 
 
 @pytest.fixture
@@ -112,3 +113,8 @@ def test_closing_releases_hanging_calls(tier: FaultyTier) -> None:
     tier.close()
     thread.join(60)
     assert not thread.is_alive()
+
+
+def test_a_wrapper_passes_on_every_method_of_a_tier() -> None:
+    public = {name for name in vars(Tier) if not name.startswith("_")}
+    assert public - vars(ForwardingTier).keys() == set()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.transfer import cpu
-from kvtier.transfer.codec import CodecError, build_codec, layer_layout, natural_key
+from kvtier.transfer.codec import CodecError, Registered, build_codec, layer_layout, natural_key
 from kvtier.transfer.factory import make_engine
 from kvtier.transfer.startup_check import verify_round_trip
 from kvtier.transfer.synthetic_layouts import (
@@ -64,8 +64,8 @@ def test_layers_at_equal_distances_in_one_storage_are_one_segment() -> None:
 
 
 def test_a_contiguous_page_is_one_run_and_keys_and_values_apart_are_two() -> None:
-    first = layer_layout("a", torch.zeros(10, 2, 16, 2, 8), 10, 2 * 16 * 2 * 8 * 4)
-    apart = layer_layout("a", torch.zeros(2, 10, 16, 2, 8), 10, 2 * 16 * 2 * 8 * 4)
+    first = layer_layout(Registered("a", torch.zeros(10, 2, 16, 2, 8)), 10, 2 * 16 * 2 * 8 * 4)
+    apart = layer_layout(Registered("a", torch.zeros(2, 10, 16, 2, 8)), 10, 2 * 16 * 2 * 8 * 4)
     assert (first.outer, first.run_bytes, first.block_stride) == ((), 2048, 2048)
     assert (apart.outer, apart.run_bytes, apart.block_stride) == (((2, 10 * 1024),), 1024, 1024)
 

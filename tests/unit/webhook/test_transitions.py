@@ -99,7 +99,7 @@ def test_a_change_of_identity_makes_stored_objects_useless(path: str, spec: dict
         {"tiers": [RAM, disk(loadWeight=7)]},
         {"tiers": [RAM, disk(), disk("second")]},
         {"tiers": [RAM, disk()], "minLoadTokens": 7},
-        {"tiers": [RAM, disk()], "chunkTokens": 256},
+        {"tiers": [RAM, disk()], "chunkTokens": 64},
     ],
 )
 def test_changes_that_keep_what_is_stored_have_no_warning(after: dict[str, Any]) -> None:

@@ -328,3 +328,20 @@ def test_each_ranks_shard_starts_at_its_own_offset(rank_testbed: RankTestbed) ->
     rank_testbed.add(load_job(7, A, slots=rank_testbed.slots(2)))
     rank_testbed.run()
     assert set(rank_testbed.page_bytes(1)) == {33}
+
+
+def test_loads_whose_end_raises_are_reported_as_failed(
+    rank_testbed: RankTestbed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank_testbed.engine.hold()
+    rank_testbed.add(load_job(7, A, slots=rank_testbed.slots(0)))
+    rank_testbed.add(load_job(8, B, slots=rank_testbed.slots(1)))
+    rank_testbed.run()
+    monkeypatch.setattr(rank_testbed.generations, "unchanged", lambda *_: 1 // 0)
+    rank_testbed.loads.abandon("off")
+    taken = rank_testbed.taken()
+    assert {result.load: result.reason for result in taken.loads} == {7: "error", 8: "error"}
+    assert taken.recving == {"request-7", "request-8"}
+    assert taken.invalid_blocks == {*A, *B}
+    assert len(rank_testbed.loads) == 0
+    assert rank_testbed.counters.snapshot()["step_errors"] == 2

@@ -287,14 +287,26 @@ def test_digests_are_computed_again_from_the_tensors_as_they_are_then() -> None:
     digests.add("weight", tensor)
     digests.start()
     before = digests.finish()
-    assert digests.unmoved
-    digests.start()
+    assert digests.start_again()
     assert digests.finish() == before
     tensor[3] = 1
-    digests.start()
+    assert digests.start_again()
     assert digests.finish() == _digests_of_a_device({"weight": tensor}) != before
+    tensor.set_(tensor.view(10, 100))  # type: ignore[call-overload]
+    assert not digests.start_again(), "its digest has other dimensions"
     tensor.set_(torch.zeros(1000))  # type: ignore[call-overload]
-    assert not digests.unmoved
+    assert not digests.start_again()
+    del tensor
+    assert not digests.start_again()
+
+
+def test_modules_that_were_added_after_the_launch_are_found() -> None:
+    model = _Model()
+    first = _take(model)
+    model.extra = torch.nn.Linear(4, 4)
+    second = _take(model)
+    assert second.text != first.text
+    assert second.hashed_bytes > first.hashed_bytes
 
 
 def test_weights_that_were_replaced_are_read_and_the_old_ones_are_freed() -> None:

@@ -31,7 +31,6 @@ from kvtier_operator.kube.resources import PODS, SECRETS, ApiError
 PROXIED_HEADER = "KVTier-Authorization"
 """The API server's proxy removes ``Authorization``."""
 SECONDS = 5.0
-MAX_TOKEN = 4_096
 
 
 class PodStatusSource(Protocol):

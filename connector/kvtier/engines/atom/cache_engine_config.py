@@ -23,7 +23,7 @@ from kvtier.config.models import (
     Topology,
 )
 from kvtier.engines.atom.config import transfer_config
-from kvtier.engines.lmcache.config import LMCacheFile, read_file, require_lmcache
+from kvtier.engines.lmcache.config import LMCacheFile, read_file, reject_unknown, require_lmcache
 from kvtier.errors import ConfigurationError
 from kvtier.planner import Planner
 
@@ -80,13 +80,7 @@ def options_of(config: Any) -> CacheEngineOptions:
     """Reads ATOM's configuration. Raises ``KVTierError`` with what is wrong."""
     require_lmcache()
     found = transfer_config(config)
-    for name in found:
-        if name not in OPTIONS:
-            raise ConfigurationError(
-                f"kv_transfer_config.{name}",
-                str(found[name]),
-                f"is not supported: supported are {', '.join(sorted(OPTIONS))}",
-            )
+    reject_unknown("kv_transfer_config", found, OPTIONS)
     path = str(found.get("lmcache_config") or "").strip()
     if not path:
         raise ConfigurationError(

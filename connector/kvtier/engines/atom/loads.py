@@ -1,4 +1,4 @@
-"""Loads on the scheduler side of ATOM: what is loaded, when a sequence is parked, how loads end.
+"""Loads on the scheduler side of ATOM: what is loaded, and when a sequence is parked.
 
 ATOM asks twice. Before it allocates blocks it asks whether the sequence may need a load, when the
 hit of its own prefix cache is not known yet. After the allocation ``after_allocation`` decides:
@@ -21,35 +21,29 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 
 from kvtier.config.models import Selection
 from kvtier.engines.atom.head_split import Tail, first_step, split
-from kvtier.engines.atom.metadata import AtomCancel, AtomJob, AtomLoad
+from kvtier.engines.atom.loads_in_flight import AtomLoadsInFlight
 from kvtier.engines.atom.prefill_times import ReadTimes
 from kvtier.engines.atom.sequence_state import (
     ABORTED,
-    FINISHED,
     Handoff,
-    SequenceLoad,
     SequenceState,
     TailPromotion,
 )
-from kvtier.engines.atom.types import LoadOperationId, RequestId
-from kvtier.engines.common.jobs import BlockRun, LoadJob
+from kvtier.engines.common.jobs import BlockRun
 from kvtier.engines.common.tierd_session import TierdSession
 from kvtier.planner import Planner
 from kvtier.store.cost_model import Prefill
-from kvtier.store.generations import unpack_location
 from kvtier.store.selection import LOSS_SHARE, choose_prefix
 from kvtier.store.types import MEMORY_BIT, RAM_BITS
-from kvtier.tierd.wire import Cancel, Load, LoadReleased, Promote, Promoted
+from kvtier.tierd.wire import Cancel, Promote, Promoted
 
 logger = logging.getLogger(__name__)
 MAX_PENDING_PROMOTIONS = 32
-MIN_LOAD_TIMEOUT_SECONDS = 1.0
-"""The data of a load is in RAM, so a busy machine must not turn it into a failure."""
-MIN_COPY_BYTES_PER_SECOND = 2 << 30
 VERIFY_TIMEOUT_SECONDS = 5.0
 PROMOTION_GRACE_SECONDS = 0.1
 PINNED_SECONDS = 30.0
@@ -90,8 +84,6 @@ class AtomLoads:
     ) -> None:
         self.counts: Counter[str] = Counter()
         """Decisions and ends of loads, by name."""
-        self.loaded_tokens: Counter[int] = Counter()
-        """By tier, since the engine started."""
         self.reads = ReadTimes(clock)
         self._planner = planner
         self._session = session
@@ -99,10 +91,8 @@ class AtomLoads:
         self._clock = clock
         self._limits = limits
         self._ids = count(1)
+        self.in_flight = AtomLoadsInFlight(planner, session, partial(next, self._ids), self.counts)
         self._pending: dict[int, SequenceState] = {}
-        self._active: dict[int, SequenceLoad] = {}
-        self._jobs: list[AtomLoad] = []
-        self._cancels: list[AtomCancel] = []
 
     # Decisions.
 
@@ -368,7 +358,7 @@ class AtomLoads:
 
     def _start(self, state: SequenceState, first: int, chunks: int) -> bool:
         """Starts a load; returns False, and computing goes on, if tierd cannot be reached."""
-        planner, session, seq = self._planner, self._session, state.seq
+        planner = self._planner
         handoff = state.handoff
         reached = handoff is not None and handoff.boundary <= planner.tokens(first)
         promotion = handoff.promotion if handoff is not None and reached else None
@@ -378,7 +368,7 @@ class AtomLoads:
             self.drop_handoff(state, "gone")
             return False
         parts = planner.needed(planner.tokens(first), planner.tokens(first + chunks))
-        table = seq.block_table
+        table = state.seq.block_table
         if not parts or parts[-1].block + parts[-1].blocks > len(table):
             self.drop_handoff(state, "blocks_gone")
             return False
@@ -386,28 +376,12 @@ class AtomLoads:
             BlockRun(part.group, part.first, tuple(table[part.block : part.block + part.blocks]))
             for part in parts
         )
-        load_id = next(self._ids)
-        message = Load(
-            load=load_id,
-            promotion=promotion.promotion_id if promotion is not None else 0,
-            keys=state.wire_keys(first, chunks),
-            owner=session.owner(state),
-        )
-        if not session.send(message):
-            self.counts["not_sent"] += 1
+        promotion_id = promotion.promotion_id if promotion is not None else 0
+        if not self.in_flight.start(state, first, runs, locations, promotion_id):
             self.drop_handoff(state, "lost")
             return False
-        timeout = MIN_LOAD_TIMEOUT_SECONDS
-        timeout += sum(session.slot_bytes) * chunks / MIN_COPY_BYTES_PER_SECOND
         if reached:
             state.handoff = None
-        load = SequenceLoad(load_id, state, first, chunks, session.epoch)
-        state.load = self._active[load_id] = load
-        slots, generations = zip(*map(unpack_location, locations), strict=True)
-        job = LoadJob(load_id, state.request_id, runs, timeout, session.epoch, slots, generations)
-        self._jobs.append(AtomLoad(LoadOperationId(seq.id, load_id), job))
-        _announce(seq, planner.tokens(first), planner.tokens(first + chunks))
-        self.counts["loads"] += 1
         return True
 
     def _locations(
@@ -426,48 +400,14 @@ class AtomLoads:
             locations.append(found)
         return locations
 
-    def take_jobs(self) -> list[AtomJob]:
-        """Returns the jobs for the next step, loads before the cancellations of others."""
-        for load in self._active.values():
-            ended = load.state.status in (ABORTED, FINISHED)
-            if ended and load.dispatched and not load.cancelled:
-                load.cancelled = True
-                self._cancels.append(AtomCancel(load.load_id))
-        jobs: list[AtomJob] = [*self._jobs, *self._cancels]
-        for each in self._jobs:
-            self._active[each.operation.generation].dispatched = True
-        self._jobs, self._cancels = [], []
-        return jobs
-
     def ended(self, operation: object, succeeded: bool) -> SequenceState | None:
-        """Every rank has reported a load. Returns its sequence; None if it is unknown.
-
-        A report of an earlier generation, or for an id alone, says nothing about a current load.
-        """
-        if not isinstance(operation, LoadOperationId):
-            self.counts["unidentified_report"] += 1
+        """Every rank has reported a load. Returns its sequence; None if it is unknown."""
+        load = self.in_flight.ended(operation, succeeded)
+        if load is None:
             return None
-        load = self._active.get(operation.generation)
-        if load is None or load.state.seq.id != operation.req_id:
-            self.counts["late_report"] += 1
-            return None
-        del self._active[operation.generation]
-        state = load.state
-        state.load = None
-        if load.epoch == self._session.epoch:
-            self._session.send(LoadReleased(load=load.load_id))
-        if succeeded:
-            tokens = self._planner.tokens(load.chunks)
-            self.counts["loads_whole"] += 1
-            self.counts["loaded_tokens"] += tokens
-            self.loaded_tokens[0] += tokens
-        else:
-            # ATOM computes from where the load began, and a second attempt would fail again.
-            state.load_failed = True
-            state.frontier.move_back(load.first_chunk)
-            self.counts["loads_failed"] += 1
-            self.drop_handoff(state, "after_failure")
-        return state
+        if not succeeded:
+            self.drop_handoff(load.state, "after_failure")
+        return load.state
 
     def on_session_lost(self) -> None:
         """Ends all promotions. The workers end the loads in flight."""
@@ -478,36 +418,3 @@ class AtomLoads:
     def forget(self, state: SequenceState) -> None:
         """The sequence ended, or lost its blocks: nothing of it is promoted from now on."""
         self.drop_handoff(state, "ended")
-
-    def has_older(self, request_id: RequestId, load_id: int) -> bool:
-        """Returns whether an older load in flight belongs to a sequence with the same id."""
-        return any(
-            load.load_id < load_id and load.state.seq.id == request_id
-            for load in self._active.values()
-        )
-
-    @property
-    def in_flight(self) -> int:
-        """Loads that some rank has not reported."""
-        return len(self._active)
-
-    @property
-    def undispatched(self) -> bool:
-        """Whether jobs wait for the next step."""
-        return bool(self._jobs or self._cancels)
-
-
-def _announce(seq: object, start_tokens: int, end_tokens: int) -> None:
-    """Sets the attributes by which ATOM resumes the sequence after the load.
-
-    ``offload_loaded`` and ``offload_load_failed`` of an earlier load are cleared: ATOM takes them
-    for the end of this one when the sequence is aborted, and would free blocks that the load still
-    writes.
-    """
-    for name, value in (
-        ("offload_load_start_tokens", start_tokens),
-        ("offload_loaded_tokens", end_tokens),
-        ("offload_loaded", False),
-        ("offload_load_failed", False),
-    ):
-        setattr(seq, name, value)

@@ -225,7 +225,7 @@ class AtomScheduler:
         self._update_heartbeat()
         saves = self._take_saves()
         # Nothing after this line may raise: ATOM waits for a report of every load that was taken.
-        return AtomStepMetadata([*self.loads.take_jobs(), *saves])
+        return AtomStepMetadata([*self.loads.in_flight.take_jobs(), *saves])
 
     def _wake_holders(self) -> None:
         """Ends a standstill of ATOM's queue that only parked sequences can cause.
@@ -261,7 +261,7 @@ class AtomScheduler:
         """Returns only the jobs that ATOM waits for, once KVTier is off."""
         self._off = True
         self.stores.turn_off()
-        return AtomStepMetadata(self.loads.take_jobs())
+        return AtomStepMetadata(self.loads.in_flight.take_jobs())
 
     def _plan_stores(self, state: SequenceState, finished: bool) -> None:
         if self._off or state.skip_reason or not state.allocated:
@@ -287,7 +287,7 @@ class AtomScheduler:
         return saves
 
     def _update_heartbeat(self) -> None:
-        by_tier, previous = self.loads.loaded_tokens, self.session.heartbeat
+        by_tier, previous = self.loads.in_flight.loaded_tokens, self.session.heartbeat
         loaded = tuple(by_tier[tier] for tier in range(max(by_tier) + 1)) if by_tier else ()
         if (previous.prompt_tokens, previous.loaded_tokens) != (self._prompt_tokens, loaded):
             self.session.heartbeat = Heartbeat(
@@ -338,7 +338,7 @@ class AtomScheduler:
             if end.waked is not None and end.waked.status != PARKED:
                 continue  # Aborted meanwhile: ATOM would keep the report for the next with this id.
             busy = end.request_id in loaded or end.request_id in failed
-            if busy or self.loads.has_older(end.request_id, end.load_id):
+            if busy or self.loads.in_flight.has_older(end.request_id, end.load_id):
                 kept.append(end)
             else:
                 (loaded if end.succeeded else failed).add(end.request_id)
@@ -397,7 +397,7 @@ class AtomScheduler:
         if self.session.inbox:
             self._process_messages()
         return (
-            bool(self._held or self.loads.undispatched or self.loads.in_flight)
+            bool(self._held or self.loads.in_flight.undispatched or self.loads.in_flight)
             or self.stores.has_pending_work()
         )
 
@@ -408,7 +408,7 @@ class AtomScheduler:
         return {
             **{name: int(amount) for name, amount in counts.items()},
             "stores_dropped": int(dropped),
-            "loads_pending": self.loads.in_flight,
+            "loads_pending": len(self.loads.in_flight),
             "saves_pending": len(self._saving),
             "sequences": len(self._states),
         }

@@ -42,10 +42,13 @@ class LoraRequest(Protocol):
     load_inplace: bool
 
 
-def adapter_digest(path: str, loaded_after: float = math.inf, nonce: bytes = b"") -> bytes:
+def adapter_digest(
+    path: str, loaded_after: float = math.inf, nonce: bytes = b"", settings: bytes = b""
+) -> bytes:
     """Returns the BLAKE3 digest of the names and contents of the files of an adapter's directory.
 
     ``nonce`` is included if any of them changed after ``loaded_after`` (seconds since the epoch).
+    ``settings``: what else of the engine decides an adapter's effect.
     Blocks. Raises ``OSError`` if the directory cannot be read or is not an adapter's.
     """
     root = Path(path)
@@ -54,7 +57,7 @@ def adapter_digest(path: str, loaded_after: float = math.inf, nonce: bytes = b""
         raise FileNotFoundError(
             f"{path} has {len(files)} files: an adapter directory must have 1 to {MAX_FILES}"
         )
-    digest = blake3()
+    digest = blake3(settings)
     for file in files:
         digest.update(f"{file.relative_to(root)}\0{file.stat().st_size}\0".encode())
         with file.open("rb") as content:
@@ -68,11 +71,19 @@ def adapter_digest(path: str, loaded_after: float = math.inf, nonce: bytes = b""
 
 
 class AdapterDigests:
-    """The digests of all adapters. The scheduler's thread calls it."""
+    """The digests of all adapters. The scheduler's thread calls it.
 
-    def __init__(self, compute: Callable[[str], bytes] | None = None) -> None:
+    ``settings``: what of the engine's settings decides an adapter's effect; part of each digest.
+    """
+
+    def __init__(
+        self, compute: Callable[[str], bytes] | None = None, *, settings: bytes = b""
+    ) -> None:
         self._compute = compute or partial(
-            adapter_digest, loaded_after=time.time() - CLOCK_SKEW_SECONDS, nonce=os.urandom(32)
+            adapter_digest,
+            loaded_after=time.time() - CLOCK_SKEW_SECONDS,
+            nonce=os.urandom(32),
+            settings=settings,
         )
         self._digests: dict[tuple[int, str], bytes | None] = {}
         """By (number, path); None if it cannot be computed."""

@@ -61,6 +61,8 @@ def model_source(model: Any, stated_revision: str, reasons: list[str]) -> dict[s
         source["revision"] = stated_revision
     if is_multimodal(model):
         source["multimodal"] = _multimodal(model, reasons)
+    if bool(getattr(model, "trust_remote_code", False)) and not stated_revision:
+        reasons.extend(_code_of_others(model))
     directory = Path(name)
     if directory.is_dir():
         try:
@@ -78,6 +80,22 @@ def model_source(model: Any, stated_revision: str, reasons: list[str]) -> dict[s
             "isolation.modelRevision"
         )
     return {**source, "name": _short(name), "commit": str(commit or "")}
+
+
+def _code_of_others(model: Any) -> list[str]:
+    """Returns a reason for code that comes from another repository, whose revision is unknown."""
+    mapped = getattr(model.hf_config, "auto_map", None)
+    if not isinstance(mapped, Mapping) or getattr(model, "code_revision", None):
+        return []
+    named = {str(each).partition("--")[0] for each in mapped.values() if "--" in str(each)}
+    # The commit of the model's own repository is known.
+    named.discard(str(model.model))
+    if not named:
+        return []
+    return [
+        f"the revision of the code in {', '.join(sorted(named))} is unknown; set "
+        "isolation.modelRevision"
+    ]
 
 
 def is_multimodal(model: Any) -> bool:

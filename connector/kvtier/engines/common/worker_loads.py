@@ -228,15 +228,20 @@ class WorkerLoads:
             load.in_flight.clear()
             try:
                 self._end(load)
-            except Exception:  # noqa: BLE001 - the others must be reported in any case
+            except Exception:  # noqa: BLE001 - this one and the others must be reported
+                self._counters.add("step_errors")
                 self._active.pop(load.job.load, None)
+                end = LoadEnd.rejected(load.job, "error", report_expected=not load.reported)
+                self._context.completions.add_load(end)
 
-    def advance(self) -> bool:
+    def advance(self, before_kernels: bool = False) -> bool:
         """Collects what has ended and submits what there is room for; returns whether anything
         changed.
 
-        It submits for ``SUBMIT_SECONDS`` at most, and one batch where ``submit`` itself copies. The
-        rest follows in the next call.
+        It submits for ``SUBMIT_SECONDS`` at most. One batch where ``submit`` itself copies, and
+        ``before_kernels``, when the step of all other requests waits for this call: a batch keeps
+        the link busy for longer than it takes to launch the step. The rest follows in the next
+        call.
         """
         changed = False
         may_submit = True
@@ -244,14 +249,14 @@ class WorkerLoads:
         for load in list(self._active.values()):
             changed |= self._collect(load)
             while may_submit and not load.stop_reason and not load.fully_submitted:
-                now = self._context.clock()
-                if now >= load.deadline or not self._submit(load):
+                if self._context.clock() >= load.deadline or not self._submit(load):
                     # A later load must not overtake this one.
                     may_submit = False
                 else:
                     changed = True
                     self._collect(load)
-                    may_submit = not self._engine.synchronous and now < until
+                    one = before_kernels or self._engine.synchronous
+                    may_submit = not one and self._context.clock() < until
             now = self._context.clock()
             if now >= load.deadline and (load.arriving or not load.fully_submitted):
                 load.stop_reason = load.stop_reason or "limit"

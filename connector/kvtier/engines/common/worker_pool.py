@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from kvtier.engines.common.early_registration import EarlyRegistration
 from kvtier.store.generations import generation_bytes
 from kvtier.tierd.wire import GENERATIONS_NAME
 from kvtier.transfer.host_pool import HostPool, file_identity, open_pool
@@ -81,10 +82,15 @@ class HostPoolMapper:
     """At most one mapping at a time. The transfer thread calls it."""
 
     def __init__(
-        self, register: RegisterPool, unregister: Callable[[HostPool, tuple[int, ...]], None]
+        self,
+        register: RegisterPool,
+        unregister: Callable[[HostPool, tuple[int, ...]], None],
+        early: EarlyRegistration | None = None,
     ) -> None:
+        """``early``: a registration that was started before, for the first mapping."""
         self._register = register
         self._unregister = unregister
+        self._early = early
         self._lock = threading.Lock()
         self._mapping: _Mapping | None = None
         self._busy = False
@@ -125,6 +131,9 @@ class HostPoolMapper:
         with self._lock:
             self._closed = True
             mapping, self._mapping = self._mapping, None
+            early = self._early
+        if early is not None:
+            early.abandon()
         if mapping is not None:
             self._unregister(mapping.pool, mapping.registration)
 
@@ -142,7 +151,11 @@ class HostPoolMapper:
                 self._unregister(previous.pool, previous.registration)
             words = open_generations(path.with_name(GENERATIONS_NAME), nbytes)
             started_at = time.monotonic()
-            pool, registration = self._register(open_pool(path, nbytes), lambda: self._closed)
+            early, self._early = self._early, None
+            taken = early.take(path, nbytes) if early is not None else None
+            if taken is None:
+                taken = self._register(open_pool(path, nbytes), lambda: self._closed)
+            pool, registration = taken
             mapping = _Mapping(pool, words, registration, path, nbytes)
             logger.info(
                 "KVTier: mapped the host pool of %d MB in %.2f s",

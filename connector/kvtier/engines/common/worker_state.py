@@ -17,9 +17,9 @@ from kvtier.tierd.wire import Message, Ready
 from kvtier.tiers.base import ALIGNMENT_BYTES
 from kvtier.transfer.engine import Copy, CopyEngine
 
-SUBMIT_SECONDS = 0.002
+SUBMIT_SECONDS = 0.001
 """How long one call may submit copies of one direction: the engine's thread makes the call. In this
-time it submits more than the link moves in 20 ms, after which the call is repeated."""
+time it submits at least what the link moves in 10 ms, after which the call is repeated."""
 MAX_UNSENT = 65_536
 """Messages that wait for room in the client's queue. A tierd that is so far behind is lost, and its
 loss will be noticed."""

@@ -143,7 +143,7 @@ class TransferThread:
             )
             self._loads.extend(arrived)
             self._loads.cancel(cancelled)
-            self._advance()
+            self._advance(before_kernels=True)
         self._keep_awake()
 
     def submit_stores(self, jobs: tuple[StoreJob, ...], fence: object | None) -> None:
@@ -228,12 +228,16 @@ class TransferThread:
     def _is_open(self) -> bool:
         return not (self._closed or self._closing or self._failure)
 
-    def _advance(self, pinned: Sequence[int] = (), early_bytes: int = 0) -> None:
-        """Advances loads and stores, with the lock held. A failure is left to the thread."""
+    def _advance(
+        self, pinned: Sequence[int] = (), early_bytes: int = 0, before_kernels: bool = False
+    ) -> None:
+        """Advances loads, and stores unless it is ``before_kernels``, with the lock held. A failure
+        is left to the thread."""
         try:
             self._loads.pin(pinned)
-            self._loads.advance()
-            self._stores.advance()
+            self._loads.advance(before_kernels)
+            if not before_kernels:
+                self._stores.advance()
             if early_bytes:
                 self._loads.report_early(early_bytes)
         except Exception as error:  # noqa: BLE001 - the thread reports everything that is open
@@ -367,11 +371,6 @@ class TransferThread:
         if problem:
             self._counters.add("shards_refused")
             logger.warning("KVTier: serving without tiers: invalid slot layout: %s", problem)
-
-    @property
-    def _can_copy(self) -> bool:
-        """Whether slots can be addressed: a pool is attached, and the layout of slots is known."""
-        return self._engine.pool is not None and self._context.shards.known
 
     def _update_epoch(self) -> None:
         """Copies are possible once a pool is attached and the layout of its slots is known."""

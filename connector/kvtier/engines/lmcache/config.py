@@ -6,7 +6,7 @@ Options that this path does not honor, or that would change bytes, are rejected 
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,18 @@ class LMCacheFile:
     persistent: bool
 
 
+def reject_unknown(field: str, options: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raises ``ConfigurationError`` for the first of the ``options`` of ``field`` that is not
+    known."""
+    for name in options:
+        if name not in known:
+            raise ConfigurationError(
+                f"{field}.{name}",
+                str(options[name]),
+                f"is not supported: supported are {', '.join(sorted(known))}",
+            )
+
+
 def read_file(path: Path) -> LMCacheFile:
     """Reads and checks LMCache's configuration. Raises ``ConfigurationError``."""
     try:
@@ -67,13 +79,7 @@ def read_file(path: Path) -> LMCacheFile:
         raise ConfigurationError("lmcache_config", str(path), f"cannot be read: {error}") from error
     if not isinstance(options, dict):
         raise ConfigurationError("lmcache_config", str(path), "must be a mapping")
-    for name in options:
-        if name not in OPTIONS:
-            raise ConfigurationError(
-                f"lmcache_config.{name}",
-                str(options[name]),
-                f"is not supported: supported are {', '.join(sorted(OPTIONS))}",
-            )
+    reject_unknown("lmcache_config", options, OPTIONS)
     chunk = options.get("chunk_size", DEFAULT_CHUNK_TOKENS)
     if not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1:
         raise ConfigurationError(

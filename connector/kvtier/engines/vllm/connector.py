@@ -27,11 +27,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvtier.config.loader import load_for_engine
+from kvtier.engines.common.lora import AdapterDigests
 from kvtier.engines.common.tierd_session import TierdSession
-from kvtier.engines.vllm import early_start, engine_signals, weights
+from kvtier.engines.vllm import early_pool, early_start, engine_signals, weights
 from kvtier.engines.vllm.config import engine_name, planner_for, use_vllm_log_handlers
 from kvtier.engines.vllm.counters import WITHOUT_TIERS, off_reason
 from kvtier.engines.vllm.identity import IdentityBuilder
+from kvtier.engines.vllm.identity_fields import adapter_settings
 from kvtier.engines.vllm.kv_events import events_for
 from kvtier.engines.vllm.metadata import StepMetadata, WorkerReport
 from kvtier.engines.vllm.metrics import KVTierPromMetrics, KVTierStats
@@ -91,7 +93,7 @@ def _watch_engine() -> None:
     own is forked. Where it is spawned, the plugin does this (``KVTIER_TOPOLOGY``).
     """
     try:
-        weights.install(early_start.start_in_engine_process)
+        weights.install(early_start.start_in_engine_process, early_pool.begin)
     except Exception as error:  # the worker side reports that the weights are unknown
         logger.exception("KVTier: cannot watch the loading of weights: %s", error)
 
@@ -135,6 +137,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             self._off_reason = f"{type(error).__name__}: {error}"
             self._stats.add("off", 1, off_reason(error))
             logger.exception("KVTier: serving without tiers after an unexpected error")
+        if self._off_reason:
+            early_pool.abandon()
         if self._off_reason and role is KVConnectorRole.SCHEDULER:
             early_start.abandon(topology_directory(vllm_config.kv_transfer_config))
 
@@ -168,7 +172,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         engine = engine_name(vllm_config)
         identity = IdentityBuilder(vllm_config, planner, topology.structural)
         session = TierdSession(topology, planner, engine, identity)
-        scheduler = KVTierConnectorScheduler(session, planner)
+        adapters = AdapterDigests(settings=adapter_settings(vllm_config))
+        scheduler = KVTierConnectorScheduler(session, planner, adapters=adapters)
         scheduler.events = events_for(vllm_config, kv_cache_config, topology, planner, session)
         self._supervisor = early_start.take(directory, topology)
         self._supervisor.ensure()

@@ -23,6 +23,7 @@ from kvtier.engines.common.model_identity import (
     plain,
     rope_depends_on_length,
 )
+from kvtier.engines.vllm.identity_fields import draft_settings, encoder_scales, settings_of
 from kvtier.namespace import canonical_json
 from kvtier.planner import Planner
 
@@ -113,9 +114,7 @@ def describe(
         "text_configuration": plain(
             as_mapping(model.hf_text_config), "text_configuration", reasons
         ),
-        "max_model_len": model.max_model_len
-        if rope_depends_on_length(model.hf_text_config)
-        else None,
+        "max_model_len": _rope_length(model),
         "dtype": str(model.dtype),
         "quantization": str(model.quantization or ""),
         "kv_cache_dtype": str(cache.cache_dtype),
@@ -136,10 +135,13 @@ def describe(
             "seed": none_hash or "",
         },
         "salt": structural.isolation.salt,
+        "implementation": str(getattr(model, "architecture", "")),
+        "settings": settings_of(config, reasons)
+        | encoder_scales(getattr(model, "multimodal_config", None), reasons),
     }
     speculative = config.speculative_config
-    if speculative is not None:
-        identity["draft"] = _draft(speculative, reasons)
+    if speculative is not None and (settings := draft_settings(speculative, reasons)) is not None:
+        identity["draft"] = _draft(speculative, reasons) | {"settings": settings}
     return identity, reasons
 
 
@@ -164,11 +166,18 @@ def unstable_seed(algorithm: str, none_hash: str | None) -> str:
 
 def _draft(speculative: Any, reasons: list[str]) -> dict[str, object]:
     """Returns what identifies a draft model, whose layers may share the KV cache groups."""
-    draft: dict[str, object] = {"method": str(getattr(speculative, "method", ""))}
+    draft: dict[str, object] = {}
     model = getattr(speculative, "draft_model_config", None)
     if model is not None:
         draft["model"] = model_source(model, "", reasons)
         draft["configuration"] = plain(as_mapping(model.hf_config), "draft.configuration", reasons)
         draft["dtype"] = str(getattr(model, "dtype", ""))
         draft["quantization"] = str(getattr(model, "quantization", "") or "")
+        draft["max_model_len"] = _rope_length(model)
     return draft
+
+
+def _rope_length(model: Any) -> int | None:
+    """Returns the length of the context if rotary factors depend on it."""
+    text = getattr(model, "hf_text_config", model.hf_config)
+    return int(model.max_model_len) if rope_depends_on_length(text) else None

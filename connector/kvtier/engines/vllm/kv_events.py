@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_DESCRIPTION_BYTES = 64 << 20
-"""Of all descriptions: about 35,000 chunks of 256 tokens. What leaves the table is announced as
+"""Of all descriptions: about 80,000 chunks of 64 tokens. What leaves the table is announced as
 removed."""
 HASH_BYTES = 80
 CHUNK_BYTES = 500

@@ -8,7 +8,7 @@ ranks', sends the result to the API process as a plain dictionary, and passes it
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Counter as PromCounter
@@ -27,6 +27,7 @@ from kvtier.engines.vllm.counters import (
     HISTOGRAMS,
     TIER,
     WITHOUT_TIERS,
+    Metric,
     check,
 )
 
@@ -108,6 +109,27 @@ class KVTierStats(KVConnectorStats):
         return not self.data
 
 
+def made_metrics(
+    make: Callable[..., Any], metrics: Iterable[Metric], labelnames: Sequence[str], **options: Any
+) -> dict[str, Any]:
+    """Creates metrics with the class ``make``; returns them by name, without their prefix."""
+    return {
+        metric.name: make(
+            name=f"vllm:kvtier_{metric.name}",
+            documentation=metric.help,
+            labelnames=[*labelnames, *([metric.label] if metric.label else ())],
+            **options,
+        )
+        for metric in metrics
+    }
+
+
+def label_values(metric: Metric, outer: Sequence[object], value: str) -> list[object]:
+    """Returns the values of all labels of a metric: ``outer`` of those that every metric has, and
+    ``value`` of its own label, if it has one."""
+    return [*outer, value] if metric.label else list(outer)
+
+
 class KVTierPromMetrics(KVConnectorPromMetrics):
     """The Prometheus metrics in the API process. ``tiers``: the names of the policy's tiers."""
 
@@ -120,33 +142,13 @@ class KVTierPromMetrics(KVConnectorPromMetrics):
         tiers: Iterable[str] = (),
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        counter, histogram = metric_types[PromCounter], metric_types[PromHistogram]
-        self._counters = {
-            metric.name: counter(
-                name=f"vllm:kvtier_{metric.name}",
-                documentation=metric.help,
-                labelnames=labelnames + ([metric.label] if metric.label else []),
-            )
-            for metric in COUNTERS
-        }
-        self._histograms = {
-            metric.name: histogram(
-                name=f"vllm:kvtier_{metric.name}",
-                documentation=metric.help,
-                buckets=list(BUCKETS),
-                labelnames=labelnames + ([metric.label] if metric.label else []),
-            )
-            for metric in HISTOGRAMS
-        }
-        self._gauges = {
-            metric.name: metric_types[PromGauge](
-                name=f"vllm:kvtier_{metric.name}",
-                documentation=metric.help,
-                labelnames=labelnames + ([metric.label] if metric.label else []),
-                multiprocess_mode="mostrecent",
-            )
-            for metric in GAUGES
-        }
+        self._counters = made_metrics(metric_types[PromCounter], COUNTERS, labelnames)
+        self._histograms = made_metrics(
+            metric_types[PromHistogram], HISTOGRAMS, labelnames, buckets=list(BUCKETS)
+        )
+        self._gauges = made_metrics(
+            metric_types[PromGauge], GAUGES, labelnames, multiprocess_mode="mostrecent"
+        )
         # Several API processes each receive some of an engine's reports.
         self._without_tiers = metric_types[PromGauge](
             name=f"vllm:kvtier_{WITHOUT_TIERS[0]}",
@@ -161,14 +163,14 @@ class KVTierPromMetrics(KVConnectorPromMetrics):
     def _declare(self, tiers: tuple[str, ...]) -> None:
         """Creates every label set with value 0, so that ``increase()`` sees the first event."""
         for engine_values in self.per_engine_labelvalues.values():
-            for metric in COUNTERS:
-                for value in tiers if metric.label == TIER else metric.values:
-                    labels = [*engine_values, value] if metric.label else engine_values
-                    self._counters[metric.name].labels(*labels)
-            for metric in (*HISTOGRAMS, *GAUGES):
-                made = self._histograms.get(metric.name) or self._gauges[metric.name]
-                for value in tiers if metric.label == TIER else metric.values:
-                    made.labels(*engine_values, *([value] if metric.label else ()))
+            for metrics, made in (
+                (COUNTERS, self._counters),
+                (HISTOGRAMS, self._histograms),
+                (GAUGES, self._gauges),
+            ):
+                for metric in metrics:
+                    for value in tiers if metric.label == TIER else metric.values:
+                        made[metric.name].labels(*label_values(metric, engine_values, value))
             self._without_tiers.labels(*engine_values).set(0)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
@@ -188,7 +190,7 @@ class KVTierPromMetrics(KVConnectorPromMetrics):
             metric = BY_NAME.get(name)
             if metric is not None:
                 for label, amount in values.items():
-                    labels = [*engine_values, label] if metric.label else engine_values
+                    labels = label_values(metric, engine_values, label)
                     self._counters[name].labels(*labels).inc(amount)
             elif name == WITHOUT_TIERS[0]:
                 # Ray's gauges can be set only.

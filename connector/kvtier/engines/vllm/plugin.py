@@ -93,9 +93,9 @@ def _note_attached(engine_args: Any, directory: str) -> None:
 def _watch_weights() -> None:
     """Lets the worker side hash weights that layers consume while the model is loaded."""
     try:
-        from kvtier.engines.vllm import weights
+        from kvtier.engines.vllm import early_pool, weights
 
-        weights.install()
+        weights.install(on_model=early_pool.begin)
     except Exception as error:  # without it objects stay in RAM, and the worker side says why
         logger.exception("KVTier: cannot watch the loading of weights: %s", error)
 

@@ -47,32 +47,13 @@ class _Part:
         return self.data
 
 
-@dataclass(frozen=True, slots=True)
-class _Added:
-    ref: weakref.ref[torch.Tensor]
-    address: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-
-    @property
-    def unmoved(self) -> bool:
-        """Whether the tensor exists and lies where it did."""
-        tensor = self.ref()
-        return (
-            tensor is not None
-            and tensor.data_ptr() == self.address
-            and tensor.shape == self.shape
-            and tensor.stride() == self.stride
-        )
-
-
 class TensorDigests:
     """Digests by name, computed together. One thread.
 
     ``add`` tensors, ``start``, and ``finish``. Between ``start`` and ``finish`` the device may
     still read the tensors, on a stream of its own. After ``finish`` they are referenced weakly: a
-    model's old weights must be freed when it gets others. While they lie where they did
-    (``unmoved``), ``start`` computes their digests again, at the cost of one launch.
+    model's old weights must be freed when it gets others. While they lie where they did,
+    ``start_again`` computes their digests again, at the cost of one launch.
     """
 
     def __init__(self, hash_on_host: bool = True) -> None:
@@ -82,10 +63,16 @@ class TensorDigests:
         self._parts: list[_Part] = []
         self._chunks: dict[torch.device, int] = {}
         self._results: dict[torch.device, torch.Tensor] = {}
+        """The sums in host memory, pinned for a CUDA device. Allocated once: pinning memory takes
+        milliseconds while copies run."""
         self._events: list[Any] = []
-        self._scratch: list[torch.Tensor] = []
+        self._sums: dict[torch.device, torch.Tensor] = {}
         self._launches: dict[torch.device, ChunkTable] = {}
-        self._added: list[_Added] = []
+        self._refs: list[weakref.ref[torch.Tensor]] = []
+        self._places: list[tuple[int, int]] = []
+        """Address and bytes of each tensor."""
+        self._forms: list[tuple[torch.Size, tuple[int, ...]]] = []
+        """Shape and strides of each tensor."""
         self._referenced: list[torch.Tensor] = []
         self._copied = False
         """Whether a tensor has gaps: its copy does not change with it."""
@@ -96,9 +83,9 @@ class TensorDigests:
         """Adds a tensor. One without elements or without data has no digest."""
         if tensor.device.type == "meta" or not tensor.numel():
             return
-        self._added.append(
-            _Added(weakref.ref(tensor), tensor.data_ptr(), tensor.shape, tensor.stride())
-        )
+        self._refs.append(weakref.ref(tensor))
+        self._places.append((tensor.data_ptr(), tensor.nbytes))
+        self._forms.append((tensor.shape, tensor.stride()))
         for leaf_name, leaf in _leaves("", tensor):
             header = f"{leaf_name}\0{leaf.dtype}\0{tuple(leaf.shape)}\0{leaf.stride()}\0"
             # Without gaps: a copy then.
@@ -111,26 +98,40 @@ class TensorDigests:
             self._chunks[device] = first + -(-nbytes // CHUNK_BYTES)
             self.hashed_bytes += nbytes
 
-    @property
-    def unmoved(self) -> bool:
-        """Whether every tensor still lies where it did when it was added, so that ``start`` may be
-        called again."""
-        return not self._copied and all(each.unmoved for each in self._added)
+    def start_again(self) -> bool:
+        """As ``start``, if every tensor still lies where it did when it was added; returns whether
+        it does.
+
+        Requests wait for the device, so shapes are compared only after the launch. The memory that
+        it reads is that of tensors that exist.
+        """
+        if self._copied:
+            return False
+        tensors = [tensor for ref in self._refs if (tensor := ref()) is not None]
+        if [(each.data_ptr(), each.nbytes) for each in tensors] != self._places:
+            return False
+        self._launch(tensors)
+        if [(each.shape, each.stride()) for each in tensors] == self._forms:
+            return True
+        self.finish()
+        return False
 
     def start(self) -> None:
         """Launches what a device computes, behind what this thread has launched before."""
-        self._events, self._scratch = [], []
+        # One that is gone is an error of the caller.
+        self._launch([tensor for ref in self._refs if (tensor := ref()) is not None])
+
+    def _launch(self, tensors: list[torch.Tensor]) -> None:
+        self._events = []
         if not self._copied:
-            # Held until ``finish``; one that is gone is an error of the caller.
-            self._referenced = [
-                tensor for each in self._added if (tensor := each.ref()) is not None
-            ]
-            for part, tensor in zip(self._parts, self._referenced, strict=True):
+            # Held until ``finish``.
+            self._referenced = tensors
+            for part, tensor in zip(self._parts, tensors, strict=True):
                 part.data = tensor
         for device in self._chunks:
             if device.type == "cpu" and self._hash_on_host:
                 continue
-            parts = [part.tensor for part in self._parts if part.device == device]
+            parts = self._on(device)
             if device.type == "cuda":
                 self._start_on_cuda(device, parts)
             else:
@@ -142,14 +143,20 @@ class TensorDigests:
         stream = _streams[device]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            sums = _sums_of(device)(self._table(device, parts))
-            host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
+            sums = _sums_of(device)(self._table(device, parts), self._sums.get(device))
+            host = self._results.get(device)
+            if host is None:
+                host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
             host.copy_(sums, non_blocking=True)
             event = torch.cuda.Event()
             event.record(stream)
         self._events.append(event)
-        self._scratch.append(sums)
-        self._results[device] = host
+        self._sums[device], self._results[device] = sums, host
+
+    def _on(self, device: torch.device) -> list[torch.Tensor]:
+        if len(self._chunks) == 1 and not self._copied:
+            return self._referenced
+        return [part.tensor for part in self._parts if part.device == device]
 
     def _table(self, device: torch.device, parts: list[torch.Tensor]) -> ChunkTable:
         table = self._launches.get(device)
@@ -172,7 +179,7 @@ class TensorDigests:
             self._last = (found, self._digests())
         for part in self._parts:
             part.data = None
-        self._scratch, self._referenced = [], []
+        self._referenced = []
         for device, table in self._launches.items():
             self._launches[device] = replace(table, tensors=())
         return self._last[1]

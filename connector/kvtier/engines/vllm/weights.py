@@ -52,6 +52,7 @@ class _LoadedModels:
     def __init__(self) -> None:
         self.installed = False
         self.on_worker: Callable[[], None] | None = None
+        self.on_model: Callable[[], None] | None = None
         self.workers: list[weakref.ref[Any]] = []
         self.created: weakref.WeakKeyDictionary[torch.nn.Module, frozenset[str]] = (
             weakref.WeakKeyDictionary()
@@ -71,16 +72,20 @@ class _LoadedModels:
 _models = _LoadedModels()
 
 
-def install(on_worker: Callable[[], None] | None = None) -> None:
+def install(
+    on_worker: Callable[[], None] | None = None, on_model: Callable[[], None] | None = None
+) -> None:
     """Wraps vLLM's worker and model loading. Idempotent. Call it before models are loaded.
 
-    ``on_worker`` is called when a worker is created, before it loads a model; it must not raise.
+    ``on_worker`` is called when a worker is created, and ``on_model`` when it has a device and is
+    about to load weights, for each model. They must not raise.
     Raises ``ImportError`` or ``AttributeError`` for a vLLM without these functions.
     """
     from vllm.model_executor.model_loader import utils
     from vllm.v1.worker.worker_base import WorkerBase
 
     _models.on_worker = on_worker or _models.on_worker
+    _models.on_model = on_model or _models.on_model
     _wrap(WorkerBase, "__init__", _note_worker, before=False)
     # vLLM calls it for each model, drafts included, before the model's weights are loaded.
     _wrap(utils, "record_metadata_for_reloading", _note_model, before=True)
@@ -115,6 +120,8 @@ def _note_worker(worker: Any) -> None:
 def _note_model(model: torch.nn.Module) -> None:
     """Notes the parameters of a new model, and wraps what processes them after loading."""
     _models.changes += 1
+    if _models.on_model is not None:
+        _models.on_model()
     for module in model.modules():
         names = (name for name, each in _own_parameters(module) if each.numel())
         _models.created[module] = frozenset(names)
@@ -217,14 +224,18 @@ def begin(vllm_config: VllmConfig) -> PendingFingerprint:
             return PendingFingerprint(WeightsFingerprint("", reason))
         worker = _worker_of(vllm_config)
         if worker is None:
-            reason = "the worker that holds the weights was not found"
+            # With an explicit setting of the hybrid KV cache manager vLLM imports the connector
+            # after it has created the worker.
+            reason = (
+                "KVTier was loaded after the worker that holds the weights; set KVTIER_TOPOLOGY"
+            )
             return PendingFingerprint(WeightsFingerprint("", reason))
         models = _models.digests.get(worker)
-        if models is None or not models.holds(worker):
+        if models is None or not models.start_again(worker):
             models = _ModelDigests()
             models.add(worker)
             _models.digests[worker] = models
-        models.digests.start()
+            models.digests.start()
     except Exception as error:  # noqa: BLE001 - it is logged, and the weights are unknown
         return PendingFingerprint(_unreadable(error))
     return PendingFingerprint(None, models)
@@ -312,10 +323,19 @@ class _ModelDigests:
         self._seen: set[int] = set()
         self._structure: tuple[int, ...] = ()
 
-    def holds(self, worker: Any) -> bool:
-        """Whether ``add`` would add the same again: the models of ``worker`` have the same modules
-        and tensors as then, in the same places."""
-        return self.digests.unmoved and self._structure == _structure(worker)
+    def start_again(self, worker: Any) -> bool:
+        """Launches the same digests again if the models of ``worker`` have the same modules and
+        tensors as in ``add``, in the same places; returns whether they have.
+
+        The device begins before the modules are compared, because requests wait for it.
+        """
+        if not self.digests.start_again():
+            return False
+        if self._structure == _structure(worker):
+            return True
+        # What was launched still reads tensors; they must not be freed before it ends.
+        self.digests.finish()
+        return False
 
     def add(self, worker: Any) -> None:
         """Adds the models of ``worker``."""

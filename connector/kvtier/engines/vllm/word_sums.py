@@ -52,16 +52,21 @@ class WordSums:
         """Of a whole chunk, int64 [2, CHUNK_WORDS], for torch's own operations."""
         self._kernel = _kernel() if device.type == "cuda" else None
 
-    def __call__(self, table: ChunkTable) -> torch.Tensor:
+    def __call__(self, table: ChunkTable, into: torch.Tensor | None = None) -> torch.Tensor:
         """Returns int64 [chunks, 2] on the device, the chunks of the table's tensors one after
-        another. The tensors must stay alive until they are computed. Does not synchronize."""
+        another. The tensors must stay alive until they are computed. Does not synchronize.
+
+        ``into``: the result of an earlier call with this table, whose memory the kernel uses again.
+        """
         if self._kernel is None or table.rows is None:
             sums = [self._with_torch(_words(each)) for each in table.tensors]
             return torch.cat(sums) if sums else torch.empty(0, 2, dtype=torch.int64)
         for words, tensor in table.padded:
             words[: tensor.nbytes] = dense_bytes(tensor.detach())
         total = table.rows.shape[1]
-        result = torch.empty(total, 2, dtype=torch.int64, device=self.device)
+        result = into
+        if result is None:
+            result = torch.empty(total, 2, dtype=torch.int64, device=self.device)
         if total:
             self._kernel(table.rows, self._lanes, result, MULTIPLIERS, STEPS)
         return result

@@ -34,7 +34,7 @@ from kvtier.engines.common.worker_state import (
     WorkerClient,
 )
 from kvtier.engines.common.worker_thread import TransferThread
-from kvtier.engines.vllm import weights
+from kvtier.engines.vllm import early_pool, weights
 from kvtier.engines.vllm.config import engine_name
 from kvtier.engines.vllm.metadata import StepMetadata, WorkerReport
 from kvtier.errors import KVTierError
@@ -197,7 +197,9 @@ class KVTierConnectorWorker:
             ),
             partial(self._make_client, self._run_directory, self._hello),
             HostPoolMapper(
-                lambda pool, cancelled: register_pool(pool, device, cancelled), unregister_pool
+                lambda pool, cancelled: register_pool(pool, device, cancelled),
+                unregister_pool,
+                early_pool.take(),
             ),
         )
         self._open_jobs = self._thread.open_jobs
@@ -461,6 +463,7 @@ class KVTierConnectorWorker:
 
     def _turn_off(self, reason: str) -> None:
         self._close()
+        early_pool.abandon()
         self._off_reason = reason
         self._counters.add("off")
         logger.warning("KVTier: serving without tiers: %s", reason)

@@ -55,7 +55,11 @@ VERSION = 1
 ENCRYPTED_VERSION = 2
 EXPIRING = 2
 """Added to the version of an object that expires."""
-VERSIONS = (VERSION, ENCRYPTED_VERSION, VERSION + EXPIRING, ENCRYPTED_VERSION + EXPIRING)
+READABLE_VERSIONS = (VERSION, VERSION + EXPIRING)
+"""Of objects that are not encrypted."""
+ENCRYPTED_VERSIONS = (ENCRYPTED_VERSION, ENCRYPTED_VERSION + EXPIRING)
+EXPIRING_VERSIONS = (VERSION + EXPIRING, ENCRYPTED_VERSION + EXPIRING)
+VERSIONS = (*READABLE_VERSIONS, *ENCRYPTED_VERSIONS)
 MAX_SHARDS = 64
 MAX_KEY_BYTES = 64
 SUFFIX = ".kv"
@@ -99,7 +103,7 @@ class FixedHeader:
     @property
     def encrypted(self) -> bool:
         """Whether the rest of the file is encrypted."""
-        return self.version in (ENCRYPTED_VERSION, ENCRYPTED_VERSION + EXPIRING)
+        return self.version in ENCRYPTED_VERSIONS
 
 
 def write_header(header: memoryview, ref: ObjectRef, meta: ObjectMeta) -> None:
@@ -154,7 +158,7 @@ def describe_seal(header: bytes) -> str:
         return f"format version {version}"
     raw = _SEAL.unpack_from(header, _SEAL_AT)[1].rstrip(b"\0")
     key_id = "".join(chr(byte) if 32 < byte < 127 else "?" for byte in raw)
-    if version in (ENCRYPTED_VERSION, ENCRYPTED_VERSION + EXPIRING):
+    if version in ENCRYPTED_VERSIONS:
         return f"AES256GCM, key {key_id}"
     return f"tag, key {key_id}" if key_id else "no tag"
 
@@ -192,7 +196,7 @@ def set_seal(header: memoryview, encrypted: bool, seal: SealFields) -> None:
     """Writes the fields of a seal, and the version, into a header as ``write_header`` leaves it.
     The header must be finished afterwards."""
     (version,) = _VERSION.unpack_from(header)
-    expiring = EXPIRING if version in (VERSIONS[2], VERSIONS[3]) else 0
+    expiring = EXPIRING if version in EXPIRING_VERSIONS else 0
     version = (ENCRYPTED_VERSION if encrypted else VERSION) + expiring
     header[8:10] = version.to_bytes(2, "little")
     _SEAL.pack_into(header, _SEAL_AT, seal.tag, seal.key_id.encode("ascii"), seal.salt, seal.nonce)
@@ -265,7 +269,7 @@ def read_fixed(header: memoryview, ref: ObjectRef, payload_bytes: int) -> FixedH
     if length != payload_bytes:
         raise TierCorruptError(f"payload of {length} bytes, expected {payload_bytes}")
     facts = _facts_of(header)
-    if bool(facts.expires_at) != (version in VERSIONS[2:]):
+    if bool(facts.expires_at) != (version in EXPIRING_VERSIONS):
         raise TierCorruptError(f"format version {version}, and expires at {facts.expires_at}")
     tag, key_id, salt, nonce = _SEAL.unpack_from(header, _SEAL_AT)
     seal = SealFields(tag, key_id.rstrip(b"\0").decode("ascii", "replace"), salt, nonce)

@@ -20,10 +20,9 @@ from typing import NamedTuple
 from kvtier.prefix_order import NONE, PrefixOrder
 from kvtier.tiers.filesystem import io
 from kvtier.tiers.filesystem.format import (
-    EXPIRING,
     HEADER_BYTES,
     MAGIC,
-    VERSION,
+    READABLE_VERSIONS,
     previous_of,
 )
 from kvtier.tiers.filesystem.index import age_rank
@@ -172,7 +171,7 @@ def _previous(root: str, found: ObjectFile) -> bytes | None:
     if len(header) < HEADER_BYTES or header[:8] != MAGIC:
         return None
     version = int.from_bytes(header[8:10], "little")
-    return previous_of(header) if version in (VERSION, VERSION + EXPIRING) else None
+    return previous_of(header) if version in READABLE_VERSIONS else None
 
 
 def _build_trees(

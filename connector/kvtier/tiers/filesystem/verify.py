@@ -22,9 +22,16 @@ from kvtier.errors import (
 )
 from kvtier.tiers.base import ObjectRef
 from kvtier.tiers.filesystem import io
-from kvtier.tiers.filesystem.format import HEADER_BYTES, is_foreign, read_fixed
+from kvtier.tiers.filesystem.format import HEADER_BYTES, read_fixed
 from kvtier.tiers.filesystem.seal import open_object
-from kvtier.tiers.filesystem.walker import ObjectFile, ScanReport, object_path, walk
+from kvtier.tiers.filesystem.walker import (
+    ObjectFile,
+    ScanReport,
+    has_foreign_header,
+    object_path,
+    unlinked,
+    walk,
+)
 from kvtier.tiers.isolation_keys import KeySet
 
 
@@ -98,10 +105,10 @@ def verify(
         try:
             sealed = verifier.verify(path, found)
         except TierCorruptError as error:
-            if _foreign(path):
+            if has_foreign_header(path):
                 report.not_verified[TierForeignError.reason] += 1
             else:
-                deleted = delete and _unlinked(path)
+                deleted = delete and unlinked(path)
                 report.bad.append(FailedObject(path, str(error), corrupt=True, deleted=deleted))
         except TierUntrustedError as error:
             if keys is None:
@@ -149,18 +156,3 @@ class _Verifier:
         io.read_file(path, self._header, payload, self._direct)
         open_object(self._header, payload, ref, self._keys)
         return bool(fixed.seal.key_id)
-
-
-def _foreign(path: str) -> bool:
-    try:
-        return is_foreign(io.read_start(path, HEADER_BYTES))
-    except OSError:
-        return False
-
-
-def _unlinked(path: str) -> bool:
-    try:
-        os.unlink(path)
-    except OSError:
-        return False
-    return True

@@ -103,7 +103,6 @@ class ScanReport:
     """What a scan found besides objects."""
 
     temporaries: int = 0
-    temporaries_removed: int = 0
     temporaries_kept_bytes: int = 0
     other_bytes: int = 0
     ignored: int = 0
@@ -179,8 +178,8 @@ class _BucketReader:
             # progress. Another release's format may have other sizes.
             self._report.ignored += 1
             young = self._now - status.st_mtime < _COPY_SECONDS
-            kept = young or not self._clean or _is_foreign(entry.path)
-            if kept or not _unlinked(entry.path):
+            kept = young or not self._clean or has_foreign_header(entry.path)
+            if kept or not unlinked(entry.path):
                 other += status.st_size
         return Bucket(namespace, first, second, path, objects, other, not found)
 
@@ -207,9 +206,8 @@ class _BucketReader:
             if (
                 self._clean
                 and is_abandoned(entry.name, self._now - status.st_mtime)
-                and _unlinked(entry.path)
+                and unlinked(entry.path)
             ):
-                report.temporaries_removed += 1
                 return 0
             report.temporaries += 1
             report.temporaries_kept_bytes += status.st_size
@@ -220,14 +218,16 @@ class _BucketReader:
         return status.st_size
 
 
-def _is_foreign(path: str) -> bool:
+def has_foreign_header(path: str) -> bool:
+    """Whether the file is of no format of KVTier; False if it cannot be read."""
     try:
         return is_foreign(io.read_start(path, HEADER_BYTES))
     except OSError:
         return False
 
 
-def _unlinked(path: str) -> bool:
+def unlinked(path: str) -> bool:
+    """Removes a file; returns whether it did."""
     try:
         os.unlink(path)
     except OSError:

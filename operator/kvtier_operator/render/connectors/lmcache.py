@@ -63,7 +63,7 @@ def render(spec: PolicySpec, tier_paths: dict[str, str], local_ranks: int) -> Re
     if memory is None:
         raise ValueError("the first tier must be a memory tier")
     variables = {
-        "LMCACHE_CHUNK_SIZE": str(spec.chunk_tokens),
+        "LMCACHE_CHUNK_SIZE": str(spec.tokens_per_chunk),
         "LMCACHE_LOCAL_CPU": "True",
         "LMCACHE_MAX_LOCAL_CPU_SIZE": _gib(memory.capacity.size_bytes, local_ranks),
         "LMCACHE_MIN_RETRIEVE_TOKENS": str(spec.min_load_tokens),

@@ -61,7 +61,7 @@ def render(spec: PolicySpec, tier_paths: dict[str, str], local_ranks: int) -> Re
     extra: dict[str, Any] = {
         "spec_name": "TieringOffloadingSpec",
         "cpu_bytes_to_use": capacity,
-        "block_size": spec.chunk_tokens,
+        "block_size": spec.tokens_per_chunk,
         "eviction_policy": memory.eviction_policy.value.lower(),
         "secondary_tiers": [
             {

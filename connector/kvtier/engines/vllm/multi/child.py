@@ -69,12 +69,23 @@ class ChildConnector:
         ``fallback`` if it raises, if this release of the connector lacks it, or if there is no
         connector.
         """
+        return self.read(hook, _unchanged, fallback, *arguments, **named)
+
+    def read(
+        self,
+        hook: str,
+        reader: Callable[[Any], T],
+        fallback: T,
+        *arguments: Any,
+        **named: Any,
+    ) -> T:
+        """Like ``call``; returns what ``reader`` makes of the answer. An answer that it cannot read
+        counts as an exception of the hook."""
         try:
             method = getattr(self.connector, hook, None)
             if method is None:
                 return fallback
-            result: T = method(*arguments, **named)
-            return result
+            return reader(method(*arguments, **named))
         except Exception as error:  # noqa: BLE001 - vLLM would end the engine
             self.note(hook, error)
             return fallback
@@ -102,6 +113,8 @@ class ChildConnector:
 
     def suspend(self) -> None:
         """Loads nothing for a while, longer each time. Repeats during a suspension are one."""
+        if self.connector is None:
+            return
         now = self._clock()
         if now < self._usable_at:
             return
@@ -134,6 +147,10 @@ class ChildConnector:
         """Returns the exceptions since the last call."""
         errors, self.errors = self.errors, Counter()
         return errors
+
+
+def _unchanged(answer: Any) -> Any:
+    return answer
 
 
 def takes_request_ids(connector: Any) -> bool:

@@ -397,7 +397,7 @@ class WeightedMultiConnector(KVConnectorBase_V1, SupportsHMA):
         if child is None:
             return ()
         nothing: tuple[int, ...] = ()
-        return child.call("get_loaded_kv_cache_group_ids", nothing, request)
+        return child.read("get_loaded_kv_cache_group_ids", tuple, nothing, request)
 
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
@@ -407,8 +407,8 @@ class WeightedMultiConnector(KVConnectorBase_V1, SupportsHMA):
         nothing: dict[Any, int] = {}
         sources = nothing
         if child is not None and num_external_tokens:
-            sources = child.call(
-                "get_external_cache_hit_sources", nothing, request, num_external_tokens
+            sources = child.read(
+                "get_external_cache_hit_sources", dict, nothing, request, num_external_tokens
             )
         return sources or super().get_external_cache_hit_sources(request, num_external_tokens)
 

@@ -96,7 +96,7 @@ class MultiSchedulerSide:
         self._partial_tails: dict[str, set[int]] = {}
         self._held: set[str] = set()
         """Requests that all children have sent, while a load still writes to their blocks."""
-        counts: list[int | None] = [child.call("get_finished_count", None) for child in children]
+        counts = [child.read("get_finished_count", _count, 0) for child in children]
         self._reports = [count or geometry.ranks for count in counts]
 
     def _trouble(self, index: int) -> None:
@@ -394,7 +394,7 @@ class MultiSchedulerSide:
             hybrid = isinstance(child.connector, SupportsHMA)
             hook = "request_finished_all_groups" if hybrid else "request_finished"
             ids = block_ids if hybrid else block_ids[0]
-            keeps, parameters = child.call(hook, nothing, request, ids)
+            keeps, parameters = child.read(hook, _finish_answer, nothing, request, ids)
             if keeps:
                 keepers.add(index)
             if parameters is None:
@@ -424,3 +424,12 @@ class MultiSchedulerSide:
             "given_up": len(self._give_up_at),
             "partial_tails": len(self._partial_tails),
         }
+
+
+def _finish_answer(answer: Any) -> tuple[bool, dict[str, Any] | None]:
+    keeps, parameters = answer
+    return bool(keeps), None if parameters is None else dict(parameters)
+
+
+def _count(answer: Any) -> int:
+    return 0 if answer is None else int(answer)

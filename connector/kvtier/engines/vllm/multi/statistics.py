@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
+from kvtier.engines.vllm.metrics import label_values, made_metrics
 from kvtier.engines.vllm.multi.counters import CONNECTOR_LABEL, MULTI_COUNTERS
 from kvtier.engines.vllm.multi.settings import MultiSettings
 
@@ -188,15 +189,7 @@ class MultiPromMetrics(KVConnectorPromMetrics):
                 continue
             if made is not None:
                 self._children[child.name] = made
-        counter = metric_types[PromCounter]
-        self._counters = {
-            metric.name: counter(
-                name=f"vllm:kvtier_{metric.name}",
-                documentation=metric.help,
-                labelnames=names + ([metric.label] if metric.label else []),
-            )
-            for metric in MULTI_COUNTERS
-        }
+        self._counters = made_metrics(metric_types[PromCounter], MULTI_COUNTERS, names)
         self._declare([child.name for child in settings.children])
 
     def _declare(self, children: Iterable[str]) -> None:
@@ -205,7 +198,7 @@ class MultiPromMetrics(KVConnectorPromMetrics):
             for engine_values in self.per_engine_labelvalues.values():
                 for metric in MULTI_COUNTERS:
                     for value in metric.values:
-                        labels = [*engine_values, child, *([value] if metric.label else [])]
+                        labels = label_values(metric, [*engine_values, child], value)
                         self._counters[metric.name].labels(*labels)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
@@ -233,7 +226,7 @@ class MultiPromMetrics(KVConnectorPromMetrics):
                 continue
             for child, values in by_child.items():
                 for label, amount in values.items():
-                    labels = [*engine_values, child, *([label] if metric.label else [])]
+                    labels = label_values(metric, [*engine_values, child], label)
                     self._counters[name].labels(*labels).inc(amount)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,13 +137,13 @@ class MultiWorkerSide:
         for index, child in enumerate(self.children):
             if child.connector is None:
                 continue
-            results = _results(child, finished_request_ids)
-            self._sent[index].update(results[0])
-            failed = results[2]
-            blocks: set[int] = set(child.call("get_block_ids_with_load_errors", set()) or ())
+            sent, received, failed = _results(child, finished_request_ids)
+            self._sent[index].update(sent)
+            nothing: set[int] = set()
+            blocks = child.read("get_block_ids_with_load_errors", _blocks, nothing)
             if blocks:
                 invalid |= self._attribute(index, blocks)
-            for name in results[1]:
+            for name in received:
                 load = self._loads.get(name)
                 if load is None or load.order.child != index or not load.order.is_async:
                     self.stats.count("multi_unexpected_reports", child.name, "received")
@@ -231,16 +231,28 @@ class MultiWorkerSide:
         return len(self._loads)
 
 
-def _results(
-    child: ChildConnector, finished_request_ids: set[str]
-) -> tuple[Iterable[str], Iterable[str], set[str]]:
-    """Returns the requests that a child has sent, has received, and has failed to receive."""
+_Results = tuple[set[str], set[str], set[str]]
+"""Requests that a child has sent, has received, and has failed to receive."""
+
+
+def _results(child: ChildConnector, finished_request_ids: set[str]) -> _Results:
+    nothing: _Results = (set(), set(), set())
     if hasattr(child.connector, "get_transfer_results"):
-        results: Any = child.call("get_transfer_results", None, finished_request_ids)
-        if results is None:
-            return (), (), set()
-        return results.finished_sending, results.finished_recving, set(results.failed_recving)
+        return child.read("get_transfer_results", _transfer_answer, nothing, finished_request_ids)
     # vLLM 0.24.
-    nothing: tuple[Any, Any] = (None, None)
-    sent, received = child.call("get_finished", nothing, finished_request_ids) or nothing
-    return sent or (), received or (), set()
+    return child.read("get_finished", _finished_answer, nothing, finished_request_ids)
+
+
+def _transfer_answer(answer: Any) -> _Results:
+    if answer is None:
+        return set(), set(), set()
+    return set(answer.finished_sending), set(answer.finished_recving), set(answer.failed_recving)
+
+
+def _finished_answer(answer: Any) -> _Results:
+    sent, received = answer or (None, None)
+    return set(sent or ()), set(received or ()), set()
+
+
+def _blocks(answer: Any) -> set[int]:
+    return set(answer or ())
