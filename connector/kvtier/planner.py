@@ -130,7 +130,7 @@ def _whole_parts(
     begin, step = (chunks.start + 1) * per_chunk - blocks, per_chunk
     at = range(begin, begin + len(chunks) * step, step)
     fields = zip(repeat(group), chunks, repeat(0), at, repeat(blocks), repeat(tokens), strict=False)
-    return map(tuple.__new__, repeat(Part), fields)  # type: ignore[arg-type]
+    return map(tuple.__new__, repeat(Part), fields)
 
 
 def effective_chunk_tokens(groups: Sequence[KVCacheGroup], chunk_tokens: int) -> int:
