@@ -5,18 +5,16 @@ records of all keys with the same hash modulo 65,536 are in one array of bytes, 
 the interpreter's ``find``. Growing moves one such array, so no call is slow, however many keys
 there are.
 
-Numbers are from 1 to 2^32 - 1. One thread at a time may change the table; ``get``, ``get_many`` and
-``parts`` may be called from any thread meanwhile.
+Numbers are from 1 to 2^32 - 1. One thread at a time may change the table; ``get`` and ``parts`` may
+be called from any thread meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from struct import Struct, error
+from collections.abc import Iterator
 
 _BUCKETS = 1 << 16
-_VALUE = Struct("<I")
-_VALUE_BYTES = _VALUE.size
+_VALUE_BYTES = 4
 
 
 class KeyTable:
@@ -25,10 +23,6 @@ class KeyTable:
     def __init__(self) -> None:
         self._buckets: dict[int, list[bytearray | None]] = {}
         self._count = 0
-        self._removals = 0
-        """Rises before and after a record is removed, which moves those behind it."""
-        self._cleared = 0
-        """How many buckets of the keys of the first length ``clear_part`` has emptied."""
 
     def __len__(self) -> int:
         return self._count
@@ -48,39 +42,6 @@ class KeyTable:
         data = bytes(records)
         at = _find(data, key)
         return 0 if at < 0 else _value(data, at + len(key))
-
-    def get_many(self, keys: Sequence[bytes]) -> list[int]:
-        """The numbers of the keys, each as ``get`` returns it, in about half the time."""
-        removals = self._removals
-        found = self._find_many(keys)
-        if found is None or removals % 2 or removals != self._removals:
-            # Another thread may have moved records between the two steps for one of the keys.
-            return [self.get(key) for key in keys]
-        return found
-
-    def _find_many(self, keys: Sequence[bytes]) -> list[int] | None:
-        """As ``get_many`` if no other thread removes keys; else anything, also None."""
-        found: list[int] = []
-        append, unpack = found.append, _VALUE.unpack_from
-        buckets: list[bytearray | None] | None = None
-        size = -1
-        try:
-            for key in keys:
-                if len(key) != size:
-                    size = len(key)
-                    stride = size + _VALUE_BYTES
-                    buckets = self._buckets.get(size)
-                records = buckets[hash(key) % _BUCKETS] if buckets is not None else None
-                at = -1 if records is None else records.find(key)
-                if records is None or at < 0:
-                    append(0)
-                elif at % stride:
-                    append(self.get(key))
-                else:
-                    append(unpack(records, at + size)[0])
-        except error:
-            return None
-        return found
 
     def set(self, key: bytes, value: int) -> None:
         """Sets the number of the key."""
@@ -134,10 +95,8 @@ class KeyTable:
         """Removes the keys of up to ``buckets`` buckets. False if the table is empty: freeing all
         of a large table at once takes long."""
         for size, lists in list(self._buckets.items()):
-            begin, stop = self._cleared, min(_BUCKETS, self._cleared + buckets)
-            lists[begin:stop] = [None] * (stop - begin)
-            self._cleared = stop % _BUCKETS
-            if self._cleared:
+            del lists[-buckets:]
+            if lists:
                 return True
             del self._buckets[size]
         self._count = 0
@@ -154,9 +113,7 @@ class KeyTable:
         if at < 0:
             return 0
         value = _value(records, at + len(key))
-        self._removals += 1
         del records[at : at + len(key) + _VALUE_BYTES]
-        self._removals += 1
         if not records:
             buckets[number] = None
         self._count -= 1
@@ -198,4 +155,4 @@ def _find(records: bytes | bytearray, key: bytes) -> int:
 
 
 def _value(records: bytes | bytearray, at: int) -> int:
-    return int(_VALUE.unpack_from(records, at)[0])
+    return int.from_bytes(records[at : at + _VALUE_BYTES], "little")

@@ -36,9 +36,9 @@ MAX_CHUNK_TOKENS = 1 << 20
 
 
 FIRST_BATCH = 16
-"""Chunks that are looked up together; each further batch has twice as many, up to
-``LARGEST_BATCH``. Most prompts are not held at all, which the first batch tells."""
-LARGEST_BATCH = 64
+"""Chunks that are looked up together; each further batch has four times as many, up
+to ``LARGEST_BATCH``. Most prompts are not held at all, which the first batch tells."""
+LARGEST_BATCH = 1_024
 
 
 class UnsupportedGeometryError(KVTierError):
@@ -451,7 +451,7 @@ class _GroupScan:
         if not 0 <= at < len(self._held):
             self._low = max(self._first, chunk + 1 - self._batch)
             self._held = self._presence.held(self._number, self._low, chunk + 1)
-            self._batch = min(2 * self._batch, LARGEST_BATCH)
+            self._batch = min(4 * self._batch, LARGEST_BATCH)
             at = chunk - self._low
         return self._held[at]
 

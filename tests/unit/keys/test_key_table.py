@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tracemalloc
-from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -66,38 +65,6 @@ def test_a_key_within_the_records_of_others_is_not_found() -> None:
     for first in range(256):
         assert table.get(bytes((first, 98))) == 0x61626162
         assert table.get(bytes((first, 97))) == 0
-
-
-def test_many_keys_have_the_numbers_that_each_of_them_has() -> None:
-    table = KeyTable()
-    for first in range(256):
-        table.set(bytes((first, 98)), 0x61626162)
-        table.set(bytes((first, 98, 99)), first + 1)
-    wanted = [bytes((first, second)) for first in range(256) for second in (97, 98)]
-    wanted += [bytes((first, 98, third)) for first in range(256) for third in (99, 100)]
-    wanted += [b"", b"of a length that no key has"]
-    assert table.get_many(wanted) == [table.get(key) for key in wanted]
-    assert KeyTable().get_many(wanted) == [0] * len(wanted)
-
-
-class _Popping(bytes):
-    """A key that another thread removes keys before, while it is looked up."""
-
-    pop: Callable[[], object]
-
-    def __hash__(self) -> int:
-        self.pop()
-        return super().__hash__()
-
-
-def test_numbers_are_looked_up_again_if_keys_are_removed_meanwhile() -> None:
-    """A removed record moves others of its bucket, so what was found before may be wrong."""
-    table = KeyTable()
-    for number, key in enumerate((b"a", b"b", b"c"), 1):
-        table.set(key, number)
-    second = _Popping(b"b")
-    second.pop = lambda: table.pop(b"a")
-    assert table.get_many([b"a", second, b"c"]) == [0, 2, 3]
 
 
 def test_a_number_without_a_key_has_none() -> None:

@@ -60,7 +60,7 @@ class HeldChunks:
             keys = [prefix + each for each in self._hashes[begin:end]]
         else:
             keys = self._keys[begin:end]
-        found = [value & usable for value in self._replica.get_values(keys)]
+        found = [bits & usable for bits in self._replica.get_many(keys)]
         if self._state.tier_bits != ALL_TIERS:
             visible = {bits: self._state.visible(bits) for bits in set(found)}
             found = [visible[bits] for bits in found]
@@ -77,7 +77,7 @@ class HeldChunks:
             if missing:
                 return begin + min(map(batch.index, missing))
             begin += len(batch)
-            size = min(2 * size, LARGEST_BATCH)
+            size = min(4 * size, LARGEST_BATCH)
         return end
 
     def held(self, group: int, begin: int, end: int) -> list[bool]:

@@ -226,7 +226,7 @@ class SchedulerStores:
             # What is held is stored if the reason passes soon, as after a request of one step.
             blocked_reason = ""
         replica = self._session.replica
-        get_value, usable_bits, pending_keys = replica.get_value, replica.usable_bits, self._keys
+        get, pending_keys = replica.get, self._keys
         by_group = [
             (group, state.group_keys(group, self._planner.hashes_per_chunk))
             for group in self._full_groups
@@ -240,7 +240,7 @@ class SchedulerStores:
             self._visited_chunks += 1
             for group, keys in by_group:
                 key = keys[chunk]
-                bits = get_value(key, 0) & usable_bits
+                bits = get(key)
                 if bits or key in pending_keys:
                     if keeps and bits & RAM_BITS:
                         self._kept.setdefault(owner, []).append((group, key[1:]))
@@ -322,7 +322,7 @@ class SchedulerStores:
     def _is_stored(self, key: bytes) -> bool:
         """Whether a tier holds the object, or it is being stored."""
         replica = self._session.replica
-        return bool(replica.get_value(key, 0) & replica.usable_bits) or key in self._keys
+        return bool(replica.get(key)) or key in self._keys
 
     def _cannot_reference(self, ids: Sequence[int], expected: int) -> str:
         """Returns why the blocks of one object cannot be referenced; empty if they can.
@@ -510,8 +510,8 @@ class SchedulerStores:
 
     def awaits_presence(self) -> bool:
         """Returns whether tierd has not yet announced a store that ended a moment ago."""
-        now, get_value = self._clock(), self._session.replica.get_value
-        return any(now < until and not get_value(key, 0) for until, key in self._recently_committed)
+        now, get = self._clock(), self._session.replica.get
+        return any(now < until and not get(key) for until, key in self._recently_committed)
 
     def _release(self, store: OpenStore | _ChunkBlocks) -> None:
         store.state.stores_in_flight -= 1
