@@ -19,7 +19,7 @@ demo: install ## run the main job: a real vLLM reloads what it computed (KVTIER_
 	@$(PYTHON) -m kvtier.cli.demo
 endif
 
-demo-cluster: install ## run chart, operator and vLLM in pods on a real Kubernetes (root; about 5 minutes)
+demo-cluster: install ## run chart, operator and vLLM in pods on a real Kubernetes (root; 5 to 10 minutes)
 	@tools/debian-packages
 	@$(PYTHON) tests/cluster/demo_cluster.py
 
@@ -27,10 +27,10 @@ cluster: install ## keep a Kubernetes cluster on this machine to try KVTier on (
 	@tools/debian-packages
 	@$(PYTHON) tests/cluster/local_cluster.py start
 
-test: install ## run lint, then every test but test-ranks, with the real engine and the real API server
+test: install ## run lint, then every test, with the real engine and the real API server
 	@tools/debian-packages
 	@$(MAKE) --no-print-directory lint
-	@$(PYTHON) -m pytest --numprocesses 3 --max-worker-restart 0 --ignore tests/engine/test_ranks.py
+	@$(PYTHON) -m pytest --numprocesses 3 --max-worker-restart 0
 
 test-fast: install ## run the tests of pure functions and single modules (below 3 minutes)
 	@$(PYTHON) -m pytest --numprocesses 2 -m "not engine and not cluster and not slow" tests/unit
@@ -41,7 +41,7 @@ test-unit: install ## run the tests that need neither engine nor cluster
 test-engine: install ## run the tests with a real vLLM
 	@$(PYTHON) -m pytest -m engine
 
-test-ranks: install ## run the tests of engines with up to 8 ranks (5 to 10 minutes)
+test-ranks: install ## run the tests of engines with up to 8 ranks (3 minutes)
 	@$(PYTHON) -m pytest tests/engine/test_ranks.py
 
 test-cluster: install ## run the tests with a real Kubernetes API server

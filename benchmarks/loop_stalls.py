@@ -1,16 +1,16 @@
 """The longest call on tierd's loop with a large file tier, compared with 5 ms.
 
 No call may take more than that. The index of a file tier is filled without files. Then an engine
-attaches: the store lists the tier, a second engine's scheduler gets a snapshot, hits are touched,
-other processes' changes arrive, and the engines detach. Every call that tierd's loop makes is
-timed, in seconds of the processor, as pauses of a busy machine are not the code's; the garbage
-collector is off. The worst of the runs' medians counts.
+attaches: the store lists the tier, the schedulers of four more engines get snapshots, hits are
+touched, other processes' changes arrive, and the engines detach. Every call that tierd's loop makes
+is timed, with the garbage collector as tierd sets it. Seconds of the processor count, because
+pauses of a busy machine are not the code's; seconds of the clock are printed beside them. Of each
+call the median over the runs of the longest one counts, and of these the worst.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import random
 import statistics
 import sys
@@ -33,6 +33,7 @@ from kvtier.store.context import StoreRuntime
 from kvtier.store.executor import ThreadExecutor
 from kvtier.store.store import TierStore, executor_lanes
 from kvtier.store.types import EngineInfo, PresenceChanged
+from kvtier.tierd.garbage import BoundedCollections
 from kvtier.tierd.replication import ReplicaPublisher
 from kvtier.tierd.wire import Message, encode
 from kvtier.tiers.base import ObjectRef, OnChange, TierLimits
@@ -44,6 +45,7 @@ from common import options, progress, report
 NAMESPACE = "d" * 32
 SIZE = 2 << 20
 ALLOWED_SECONDS = 0.005
+MORE_ENGINES = 4
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -79,7 +81,8 @@ class Loop:
         topology = Topology(structural=structural, live=live)
         self.io = ThreadExecutor(executor_lanes(topology), lambda: None)
         runtime = StoreRuntime(self.io, time.monotonic)
-        self.seconds: dict[str, float] = {}
+        self.seconds: dict[str, tuple[float, float]] = {}
+        """Of each call the longest: seconds of the processor, and of the clock."""
         self.sent = 0
         self.store = TierStore(64 << 20, None, [tier], topology, runtime)
         self.publisher = ReplicaPublisher(
@@ -90,10 +93,12 @@ class Loop:
         self.sent += len(encode(message))
 
     def call(self, name: str, call: Callable[[], object]) -> None:
-        """Makes a call and notes its time, if it is the longest of this name."""
-        started = time.thread_time()
+        """Makes a call and notes its times, if they are the longest of this name."""
+        started, cpu = time.perf_counter(), time.thread_time()
         call()
-        self.seconds[name] = max(self.seconds.get(name, 0.0), time.thread_time() - started)
+        cpu, wall = time.thread_time() - cpu, time.perf_counter() - started
+        before = self.seconds.get(name, (0.0, 0.0))
+        self.seconds[name] = max(before[0], cpu), max(before[1], wall)
 
     def round(self, what: str) -> bool:
         """One iteration of the loop; whether another one is due at once."""
@@ -122,7 +127,9 @@ class Loop:
         return time.thread_time() - started
 
 
-def run(tier: FileSystemTier, keys: list[bytes], directory: Path) -> tuple[dict[str, float], float]:
+def run(
+    tier: FileSystemTier, keys: list[bytes], directory: Path
+) -> tuple[dict[str, tuple[float, float]], float]:
     """The longest time of each kind of call, and how long an attach takes."""
     loop = Loop(tier, directory)
     deadline = time.monotonic() + 60
@@ -136,16 +143,18 @@ def run(tier: FileSystemTier, keys: list[bytes], directory: Path) -> tuple[dict[
     loop.call("attach: open", lambda: loop.store.open_engine(info))
     loop.call("attach: snapshot", lambda: loop.publisher.start(b"r0", NAMESPACE))
     attached = loop.settle("attach")
-    second = EngineInfo("e1", NAMESPACE, (SIZE,), ((SIZE,),))
-    loop.call("second attach: open", lambda: loop.store.open_engine(second))
-    loop.call("second attach: snapshot", lambda: loop.publisher.start(b"r1", NAMESPACE))
-    loop.settle("second attach")
+    more = [(f"e{number}", b"r%d" % number) for number in range(1, 1 + MORE_ENGINES)]
+    for name, route in more:
+        other = EngineInfo(name, NAMESPACE, (SIZE,), ((SIZE,),))
+        loop.call("more engines: open", partial(loop.store.open_engine, other))
+        loop.call("more engines: snapshot", partial(loop.publisher.start, route, NAMESPACE))
+    loop.settle("more engines")
     for key in draw.choices(keys, k=20_000):
         loop.call("touch", partial(tier.touch, ObjectRef(NAMESPACE, key)))
     for key in draw.sample(keys, 20_000):
         tier._changed(NAMESPACE, key, True)
     loop.settle("changes")
-    for name, route in (("e0", b"r0"), ("e1", b"r1")):
+    for name, route in (("e0", b"r0"), *more):
         loop.call("detach", partial(loop.publisher.stop, route))
         loop.call("detach", partial(loop.store.close_engine, name, True))
     loop.settle("detach")
@@ -158,7 +167,7 @@ def main() -> None:
     chosen = options(__doc__ or "", add_options)
     random_bytes = random.Random(2).randbytes
     keys = [b"\0" + random_bytes(32) for _ in range(chosen.objects)]
-    runs: list[dict[str, float]] = []
+    runs: list[dict[str, tuple[float, float]]] = []
     attached = []
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
@@ -171,24 +180,31 @@ def main() -> None:
             tier._index.reserve(SIZE)
             tier._index.publish(NAMESPACE, key, SIZE, previous if number % 32 else b"")
             previous = key
-        gc.collect()
-        gc.disable()
+        BoundedCollections(time.monotonic())
         for turn in range(chosen.repeat):
             progress(f"run {turn}")
             seconds, took = run(tier, keys, directory)
             runs.append(seconds)
             attached.append(took)
     progress("")
-    medians = {name: statistics.median(each[name] for each in runs) for name in runs[0]}
-    rows = [(name, f"{1000 * seconds:.2f}") for name, seconds in medians.items()]
-    rows.append(("all keys known after an attach (s)", f"{statistics.median(attached):.1f}"))
+    medians = {
+        name: tuple(statistics.median(each[name][kind] for each in runs) for kind in (0, 1))
+        for name in runs[0]
+    }
+    worst = {name: 1000 * max(each[name][0] for each in runs) for name in runs[0]}
+    rows = [
+        (name, f"{1000 * cpu:.2f}", f"{worst[name]:.2f}", f"{1000 * wall:.2f}")
+        for name, (cpu, wall) in medians.items()
+    ]
+    known = f"{1000 * statistics.median(attached):.0f}"
+    rows.append(("all keys known after an attach", known, "", ""))
     report(
         chosen.json,
         f"Longest calls on the loop with {chosen.objects} objects",
-        ("call", "ms"),
+        ("call", "CPU ms", "worst run", "clock ms"),
         rows,
-        ALLOWED_SECONDS / max(medians.values()),
-        "5 ms / the longest call; at least 1 is wanted",
+        ALLOWED_SECONDS / max(cpu for cpu, _ in medians.values()),
+        "5 ms / the longest call, CPU; at least 1 is wanted",
     )
 
 

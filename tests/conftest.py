@@ -10,12 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from kvtier.engines.vllm import counters as engine_counters
 from kvtier.store import counters as store_counters
 
 engine_counters.strict = store_counters.strict = True
 """A counter that is not registered fails the test that counts it."""
+settings.register_profile("kvtier", deadline=None)
+settings.load_profile("kvtier")
+"""No example fails because the machine is busy."""
 REPOSITORY = Path(__file__).resolve().parents[1]
 DEBIAN_PACKAGES = REPOSITORY / "tools" / "debian-packages.txt"
 ORDER = (

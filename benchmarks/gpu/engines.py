@@ -20,6 +20,7 @@ from typing import Any
 
 from kvtier.config.models import (
     Daemon,
+    FileSystemTierDocument,
     HttpEndpoint,
     Live,
     LiveTier,
@@ -54,6 +55,7 @@ LLAMA_8B = {
 """The shape of Llama 3.1 8B."""
 BYTES_PER_TOKEN = 2 * 32 * 8 * 128 * 2
 CHUNK_TOKENS = 64
+FILES_GIB = 40
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -130,16 +132,21 @@ def make_topology(
     ram_gib: int,
     chunk_tokens: int = CHUNK_TOKENS,
     daemon: Daemon = Daemon.ENGINE,
+    tier: FileSystemTierDocument | None = None,
 ) -> Path:
-    """Writes documents with one memory tier and returns their directory. Its tierd runs in a
-    directory of the same name in shared memory."""
-    live = Live(min_load_tokens=256, tiers={"ram": LiveTier()})
+    """Writes documents with one memory tier, and ``tier`` below it, and returns their directory.
+    Its tierd runs in a directory of the same name in shared memory."""
+    lower = [] if tier is None else [tier]
+    tiers = {"ram": LiveTier()} | {
+        each.name: LiveTier(capacity_bytes=FILES_GIB << 30) for each in lower
+    }
+    live = Live(min_load_tokens=256, tiers=tiers)
     structural = Structural(
         policy=PolicyIdentity(namespace="default", name="benchmark"),
         content_hash="benchmark",
         daemon=daemon,
         run_directory=str(run_directory_of(directory)),
-        tiers=[MemoryTierDocument(name="ram", capacity_bytes=ram_gib << 30)],
+        tiers=[MemoryTierDocument(name="ram", capacity_bytes=ram_gib << 30), *lower],
         http=HttpEndpoint(port=0),
         live=live,
         chunk_tokens=chunk_tokens,
@@ -153,14 +160,12 @@ def run_directory_of(topology: Path) -> Path:
     return Path("/dev/shm") / f"{topology.parent.name}-{topology.name}"
 
 
-def make_engine(
-    mode: str, options: argparse.Namespace, scratch: Path, **more: Any
-) -> tuple[Any, Path | None]:
-    """Returns an engine, and the run directory of its tierd. ``mode``: "kvtier" or "peer", vLLM's
-    OffloadingConnector with as much memory."""
+def engine_arguments(
+    mode: str, options: argparse.Namespace, scratch: Path
+) -> tuple[dict[str, Any], Path | None]:
+    """Returns vLLM's arguments for an engine, and the run directory of its tierd. ``mode``:
+    "kvtier"; "peer", vLLM's OffloadingConnector with as much memory; or "none", no connector."""
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if options.runner == "v2" else "0"
-    from vllm import LLM
-
     transfer: dict[str, Any] = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
     run_directory = None
     if mode == "kvtier":
@@ -173,34 +178,42 @@ def make_engine(
             "kv_connector_module_path": "kvtier.engines.vllm.connector",
             "kv_connector_extra_config": {"topology": str(topology)},
         }
-    else:
+    elif mode == "peer":
         transfer |= {
             "kv_connector": "OffloadingConnector",
             "kv_connector_extra_config": {"cpu_bytes_to_use": options.ram_gib << 30},
         }
-    llm = LLM(
-        **{
-            "model": str(make_model(scratch / "model", options.layers)),
-            "load_format": "dummy",
-            "skip_tokenizer_init": True,
-            "max_model_len": 66_560,
-            "max_num_batched_tokens": 8192,
-            "max_num_seqs": 64,
-            "gpu_memory_utilization": 0.6,
-            "enable_prefix_caching": True,
-            "disable_log_stats": False,
-            "tensor_parallel_size": options.tensor_parallel,
-            "seed": 0,
-            "compilation_config": {
-                "mode": 0,
-                "cudagraph_mode": "FULL_DECODE_ONLY",
-                "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64],
-            },
-            "kv_transfer_config": transfer,
-            **more,
-        }
-    )
-    return llm, run_directory
+    arguments: dict[str, Any] = {
+        "model": str(make_model(scratch / "model", options.layers)),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "max_model_len": 66_560,
+        "max_num_batched_tokens": 8192,
+        "max_num_seqs": 64,
+        "gpu_memory_utilization": 0.6,
+        "enable_prefix_caching": True,
+        "disable_log_stats": False,
+        "tensor_parallel_size": options.tensor_parallel,
+        "seed": 0,
+        "compilation_config": {
+            "mode": 0,
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 40, 64],
+        },
+    }
+    if mode != "none":
+        arguments["kv_transfer_config"] = transfer
+    return arguments, run_directory
+
+
+def make_engine(
+    mode: str, options: argparse.Namespace, scratch: Path, **more: Any
+) -> tuple[Any, Path | None]:
+    """Returns an engine, and the run directory of its tierd. See ``engine_arguments``."""
+    arguments, run_directory = engine_arguments(mode, options, scratch)
+    from vllm import LLM
+
+    return LLM(**{**arguments, **more}), run_directory
 
 
 def status(run_directory: Path) -> dict[str, Any]:

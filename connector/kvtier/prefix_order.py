@@ -6,13 +6,13 @@ evicted, the least recently used one first. When a leaf goes, the chunk before i
 recently used as the leaf was: a prompt ages as a whole and shrinks from its end.
 
 Nodes are small integers in arrays, 33 bytes each. Every method takes constant time, averaged over
-the calls, by two rules:
+the calls and apart from what is awaited (``kvtier.awaited_nodes``), by two rules:
 
 * The leaves are in a linked list in the order of use. A chunk whose successor is used leaves the
   list, because it will inherit the successor's place.
-* What is found at the head of the list and cannot be evicted (it is parked, or is no leaf) is set
-  aside. When it can be evicted again it returns to the head, where it is in order except among the
-  few others that were set aside.
+* What is found at the head of the list and cannot be evicted (it is parked or awaited, or is no
+  leaf) is set aside. When it can be evicted again it returns to the head, where it is in order
+  except among the few others that were set aside.
 
 A node is *absent* before ``enter`` and after ``leave``. Absent nodes stand for chunks that are not
 held while a chunk that follows them is: a chunk may arrive before its predecessor. Such an orphan
@@ -23,6 +23,11 @@ predecessor arrives or they are used.
 come and go. Otherwise one pass of prompts that are never seen again would empty a tier.
 
 Nodes may be *retained*: they go after all others, while they are not more than half of the nodes.
+
+Nodes may be *awaited*: requests that wait in a queue are going to use them. They go when nothing
+else can, the one whose request is the last in the queue first. As only leaves are evicted, the last
+chunk of a prefix protects all of it. The chunk before an awaited one that is evicted is not awaited
+for that: one request loses its prefix before the next one loses anything.
 
 Nodes belong to *groups*, such as tenants, which have lists of their own: ``oldest_of`` finds the
 next victim of one group. Without groups all nodes are in group 0.
@@ -39,15 +44,17 @@ from collections import OrderedDict
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtier.awaited_nodes import AwaitedNodes
+
 NONE = 0
 """No node. Also the head of the list of nodes of group 0 that were used once."""
 KINDS = 3
 """Lists of a group: used once, used often, retained. Their heads have numbers in this order."""
 _ONCE, _OFTEN_USED, _RETAINED_KIND = range(KINDS)
-_PRESENT, _PARKED, _OFTEN, _ORPHAN, _RETAINED = 1, 2, 4, 8, 16
+_PRESENT, _PARKED, _OFTEN, _ORPHAN, _RETAINED, _AWAITED = 1, 2, 4, 8, 16, 32
 _KIND_OF = bytes(
     _RETAINED_KIND if flags & _RETAINED else _OFTEN_USED if flags & _OFTEN else _ONCE
-    for flags in range(32)
+    for flags in range(64)
 )
 RETAINED_SHARE = 2
 """Retained nodes go after all others while they are at most a half of what can be evicted: who asks
@@ -97,6 +104,7 @@ class PrefixOrder:
             self._append()
         self._blocked: OrderedDict[int, None] = OrderedDict()
         """Nodes that could be evicted if all that follows them were not parked."""
+        self._awaited = AwaitedNodes(self._can_be_evicted, self._group.__getitem__)
         self._now = 0
 
     # Nodes.
@@ -203,6 +211,7 @@ class PrefixOrder:
         if self._after[node] != node:
             self._remove(node)
             self._insert_in_order(node)
+        self._awaited.offer(node)
 
     # Changes.
 
@@ -256,6 +265,8 @@ class PrefixOrder:
         if self._group[node]:
             self._count(self._group[node], -1, -int(not flags & _PARKED))
         self._blocked.pop(node, None)
+        if flags & _AWAITED:
+            self._awaited.remove(node)
         self._flags[node], self._parent[node] = 0, NONE
         if not parent:
             return NONE
@@ -269,6 +280,8 @@ class PrefixOrder:
             parent, bool(flags & _OFTEN), self._used_at[node], position if same_list else -1
         )
         self._note_blocked(parent)
+        if self._flags[parent] & _AWAITED:
+            self._awaited.offer(parent)
         return NONE
 
     def use(self, node: int, *, often: bool = False) -> None:
@@ -300,6 +313,21 @@ class PrefixOrder:
         if self._after[node] != node:
             self._remove(node)
             self._insert_in_order(node)
+
+    def await_node(self, node: int, rank: int) -> None:
+        """A request of a queue is going to use a present node, or none is any longer (0). ``rank``:
+        the place in the queue of the first request that is."""
+        flags = self._flags[node]
+        if not flags & _PRESENT:
+            return
+        if rank:
+            self._flags[node] |= _AWAITED
+            self._awaited.set_rank(node, rank)
+        elif flags & _AWAITED:
+            self._flags[node] &= ~_AWAITED
+            self._awaited.remove(node)
+            if self._after[node] == node and not flags & _PARKED and not self._children[node]:
+                self._insert_in_order(node)
 
     def follow(self, node: int, parent: int) -> bool:
         """It has become known that a present node follows ``parent``. False if it follows a node
@@ -335,6 +363,8 @@ class PrefixOrder:
             self._count(self._group[node], 0, 1)
         if self._after[node] == node and not self._children[node]:
             self._insert_in_order(node)
+        if flags & _AWAITED:
+            self._awaited.offer(node)
         self._note_blocked(node)
         parent = self._parent[node]
         if parent:
@@ -355,16 +385,27 @@ class PrefixOrder:
     # The next victim.
 
     def oldest(self, *, often: bool = False) -> int:
-        """The least recently used leaf of one list that is not parked, or ``NONE``. It stays."""
+        """The least recently used leaf of one list that is neither parked nor awaited, or ``NONE``.
+        It stays."""
         return self._oldest(int(often))
 
     def oldest_of(self, group: int) -> int:
         """The least recently used leaf of one group that is not parked, or ``NONE``. It stays.
-        Those that are retained go after the others."""
+        Those that are retained go after the others, and those that are awaited after these."""
         once, often = self._first(group), self._first(group + _OFTEN_USED)
         if once and often:
             return once if self._used_at[once] <= self._used_at[often] else often
-        return once or often or self._first(group + _RETAINED_KIND)
+        found = once or often or self._first(group + _RETAINED_KIND)
+        return found or self._awaited.last(group)
+
+    def awaited_victim(self) -> int:
+        """The awaited leaf that is not parked and whose use is the furthest in the future, or
+        ``NONE``. It stays. For use when ``victim`` finds none."""
+        return self._awaited.last()
+
+    def rank_of(self, node: int) -> int:
+        """The rank at which a node is awaited; 0 if it is not."""
+        return self._awaited.rank_of(node)
 
     def _oldest(self, kind: int) -> int:
         """The least recently used leaf of the lists of one kind that is not parked."""
@@ -390,10 +431,10 @@ class PrefixOrder:
         return NONE
 
     def _first(self, head: int) -> int:
-        """The least recently used leaf of one list that is not parked."""
+        """The least recently used leaf of one list that is neither parked nor awaited."""
         while (node := self._after[head]) != head:
             flags = self._flags[node]
-            if flags & _PARKED or self._children[node]:
+            if flags & (_PARKED | _AWAITED) or self._children[node]:
                 self._remove(node)
             elif not (flags & _ORPHAN and self._adopt(node)):
                 return node
@@ -404,7 +445,8 @@ class PrefixOrder:
 
         A leaf of the list of nodes used often is passed over for a later one of the other list
         while its list is no more than a ``KEPT_SHARE``-th of all, and for ``KEPT_TURNS``. Retained
-        ones are passed over while they are no more than a ``RETAINED_SHARE``-th.
+        ones are passed over while they are no more than a ``RETAINED_SHARE``-th. Awaited ones are
+        none (``awaited_victim``).
         """
         if self.candidates[_RETAINED_KIND]:
             return self.retained_victim(self._victim())
@@ -447,6 +489,9 @@ class PrefixOrder:
             if not node:
                 return False
         return True
+
+    def _can_be_evicted(self, node: int) -> bool:
+        return self._flags[node] & (_PRESENT | _PARKED) == _PRESENT and not self._children[node]
 
     def _attach(self, node: int, parent: int) -> None:
         self._parent[node] = parent

@@ -327,6 +327,7 @@ def policy(directory: Path, weight: int = 100, seconds: int = 5) -> dict[str, An
                     "loadTimeoutSeconds": seconds,
                     "fileSystem": {
                         "capacity": "1Gi",
+                        "minFree": "0",  # however full this machine's disk is
                         "sharing": "Node",
                         "volume": {"hostPath": {"path": str(directory)}},
                     },

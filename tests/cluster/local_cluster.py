@@ -46,9 +46,11 @@ STORE_SECONDS = 2.0
 
 def policy() -> dict[str, Any]:
     """RAM and a directory of the node. ``Weighted``, because the tiny model recomputes faster than
-    it loads. No ``emptyDir``: this node has no ephemeral storage to request.
+    it loads. No ``emptyDir``: this node has no ephemeral storage to request. ``minFree`` is 0,
+    however full this machine's disk is.
     """
-    disk = {"capacity": "1Gi", "sharing": "Node", "volume": {"hostPath": {"path": str(TIER)}}}
+    volume = {"hostPath": {"path": str(TIER)}}
+    disk = {"capacity": "1Gi", "minFree": "0", "sharing": "Node", "volume": volume}
     return {
         "apiVersion": "kvtier.io/v1alpha1",
         "kind": "KVTierPolicy",

@@ -76,10 +76,15 @@ def memory(capacity: str = "16Mi") -> dict[str, Any]:
 
 
 def files(volume: Mapping[str, Any], name: str = "disk", sharing: str = "Node") -> dict[str, Any]:
-    """A file tier on ``volume``."""
+    """A file tier on ``volume``, however full this machine's disk is."""
     return {
         "name": name,
-        "fileSystem": {"capacity": "256Mi", "sharing": sharing, "volume": dict(volume)},
+        "fileSystem": {
+            "capacity": "256Mi",
+            "minFree": "0",
+            "sharing": sharing,
+            "volume": dict(volume),
+        },
     }
 
 

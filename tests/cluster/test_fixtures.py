@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import serving
+import stub_engine_pods
 
 
 def _deployment(image: str) -> dict[str, Any]:
@@ -91,3 +92,19 @@ def test_the_engine_of_the_demo_mounts_each_directory_once(
     for mount in container["volumeMounts"]:
         source = volumes[mount["name"]].get("hostPath", {}).get("path", "/dev/shm")
         assert source == mount["mountPath"]
+
+
+def test_file_tiers_on_this_machines_disk_store_however_full_it_is() -> None:
+    """By default a directory of a node keeps 15 % of the file system free."""
+    pytest.importorskip("helm_python", reason="the demo installs the chart by Helm's own code")
+    import e2e
+    import local_cluster
+
+    directory = Path("/tier")
+    tiers = [
+        *e2e.policy(directory)["spec"]["tiers"],
+        *local_cluster.policy()["spec"]["tiers"],
+        stub_engine_pods.files({"hostPath": {"path": str(directory)}}),
+    ]
+    found = [tier["fileSystem"]["minFree"] for tier in tiers if "fileSystem" in tier]
+    assert found == ["0"] * 3

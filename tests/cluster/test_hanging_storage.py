@@ -48,7 +48,8 @@ def policy(directory: Path, clock_seconds: int) -> dict[str, Any]:
     """RAM for five prompts, and the directory. The breaker stays closed: an open
     one would avoid the wait that is measured here.
     """
-    disk = {"capacity": "1Gi", "sharing": "Node", "volume": {"hostPath": {"path": str(directory)}}}
+    volume = {"hostPath": {"path": str(directory)}}
+    disk = {"capacity": "1Gi", "minFree": "0", "sharing": "Node", "volume": volume}
     return {
         "apiVersion": "kvtier.io/v1alpha1",
         "kind": "KVTierPolicy",

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.believed_costs import BELIEVE, MEASURE
 
 from kvtier.config.models import Daemon, Selection
 from kvtier.harness.engine_requests import ReferenceEngine
@@ -70,6 +71,26 @@ def test_tierd_decides_with_the_prefill_speed_that_the_engine_measured(
     assert sum(reasons.values()) >= 1
     assert "longest_without_estimate" not in reasons
     assert set(reasons) <= {"tier_without_estimate", "least_time", "recomputing_is_faster"}
+
+
+def test_a_load_that_begins_before_all_of_it_has_arrived_gives_the_same_tokens(
+    cost: CostCase, plain: ReferenceEngine, stored: list[list[int]]
+) -> None:
+    """Four chunks arrive at once, and the others half a second later, while the engine copies the
+    first ones."""
+    cost.drive("call", function=BELIEVE)
+    try:
+        # tierd measures how fast the tier is.
+        assert cost.requests().run(stored[5]) == plain.tokens(stored[5])
+        cost.set_faults(read={"delay_seconds": 0.5, "delay_after": 4})
+        early = cost.daemon_events("promotions_answered_early")
+        with cost.loads("disk") as loads:
+            assert cost.requests().run(stored[4]) == plain.tokens(stored[4])
+        assert cost.daemon_events("promotions_answered_early") == early + 1
+        assert loads.tokens == CHUNKS * CHUNK_TOKENS
+    finally:
+        cost.set_faults()
+        cost.drive("call", function=MEASURE)
 
 
 def test_a_hung_tier_costs_a_fraction_of_its_timeout(

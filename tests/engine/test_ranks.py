@@ -19,6 +19,7 @@ TIMEOUT_SECONDS = 1800
 RELOADED_CHUNKS = {False: 7 + 3 + 2 + 5, True: 7 + 2 + 2 + 4}
 """Of the four prompts of ``hybrid_run``, without and with several groups: a hybrid model cannot
 load a prompt to its last token."""
+NO_LAYER = "hybrid, a stage without full attention"
 
 SPECIFICATIONS: dict[str, dict[str, Any]] = {
     "four ranks of tensor parallelism": {
@@ -32,6 +33,15 @@ SPECIFICATIONS: dict[str, dict[str, Any]] = {
         "changes": {"num_hidden_layers": 6, "layer_types": [SLIDING, FULL] * 3},
         "environment": {"VLLM_PP_LAYER_PARTITION": "4,2"},
     },
+    NO_LAYER: {
+        "model": "gemma3",
+        "options": {"pipeline_parallel_size": 2},
+        "changes": {
+            "num_hidden_layers": 6,
+            "layer_types": [SLIDING, FULL, SLIDING, FULL, SLIDING, SLIDING],
+        },
+        "environment": {"VLLM_PP_LAYER_PARTITION": "4,2"},
+    },
     "tensor, pipeline and data parallelism, stages of unequal size": {
         "model": "llama",
         "layers": 3,
@@ -41,7 +51,7 @@ SPECIFICATIONS: dict[str, dict[str, Any]] = {
     },
 }
 TENSOR_PARALLEL = {"model": "llama", "options": {"tensor_parallel_size": 2}}
-UPDATES, FAULTS = "updates of weights", "a rank that hangs, and dies"
+UPDATES, FAULTS, LORA = "updates of weights", "a rank that hangs, and dies", "adapters"
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +65,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         **SPECIFICATIONS,
         UPDATES: {**TENSOR_PARALLEL, "updates": True},
         FAULTS: {**TENSOR_PARALLEL, "faults": True},
+        LORA: {**TENSOR_PARALLEL, "lora": True},
     }
     with log.open("wb") as errors:
         done = subprocess.run(
@@ -122,6 +133,31 @@ def test_updated_weights_have_their_own_objects_on_every_rank(results: dict[str,
     assert len(answers) == 2, "the weights differ"
     assert [len(each) for each in namespaces.values()] == [1, 1]
     assert namespaces["A"] != namespaces["B"]
+
+
+def test_a_stage_without_a_layer_of_a_group_has_0_bytes_of_its_objects(
+    results: dict[str, Any],
+) -> None:
+    (engine,) = results[NO_LAYER]
+    assert engine["groups"][-1].startswith("full attention")
+    first, second = engine["shard_bytes"]
+    assert all(first)
+    assert [size > 0 for size in second] == [True] * (len(second) - 1) + [False]
+
+
+def test_adapters_have_their_own_objects_on_every_rank(results: dict[str, Any]) -> None:
+    found = results[LORA]
+    assert "error" not in found, found
+    plain, kvtier = found["plain"]["answers"], found["kvtier"]["answers"]
+    assert len({tuple(each["tokens"]) for each in plain}) == 3, "the base model and two adapters"
+    for expected, answer in zip(plain, kvtier, strict=True):
+        assert answer["tokens"] == answer["again"] == expected["tokens"] == expected["again"]
+        assert (answer["tokens_loaded"], answer["again_loaded"]) == (0, 7 * 64)
+    assert found["kvtier"]["failures"] == {}
+    assert found["kvtier"]["persistent"]
+    # An engine without adapters reuses what the base model has stored.
+    namespaces = {each["namespace"] for each in results[UPDATES]["kvtier"] if "namespace" in each}
+    assert found["kvtier"]["namespace"] in namespaces
 
 
 def test_a_request_ends_although_a_rank_hangs_and_no_load_waits_for_a_dead_one(

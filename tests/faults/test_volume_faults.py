@@ -43,8 +43,10 @@ def storage(kind: str) -> Iterator[Path]:
         shutil.rmtree(base, ignore_errors=True)
 
 
-def row(directory: Path, name: str) -> ScorecardRow:
-    options = ScorecardOptions(directory, (name,), seconds=1.5, slack_seconds=SLACK_SECONDS)
+def row(directory: Path, name: str, fuse: bool = True) -> ScorecardRow:
+    options = ScorecardOptions(
+        directory, (name,), seconds=1.5, slack_seconds=SLACK_SECONDS, fuse=fuse
+    )
     (found,) = runner.run_faults(options)
     return found
 
@@ -61,11 +63,17 @@ def test_a_row_passes(name: str, kind: str) -> None:
     assert found.loaded > 0
 
 
+def test_a_row_passes_without_fuse(tmp_path: Path) -> None:
+    found = row(tmp_path, "one-disk-hangs", fuse=False)
+    assert (found.verdict, found.reason) == ("pass", "")
+    assert found.means == volume_faults.WRAPPED_MEANS
+
+
 def test_a_fault_of_both_volumes_fails_the_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def on_one_disk(
-        home: Path, files: Path, below: Path, volumes: tuple[Path, ...]
+        home: Path, files: Path, below: Path, _: Path | None, volumes: tuple[Path, ...]
     ) -> FaultTestbed:
         both = (files / volume_faults.FAILING, files / volume_faults.WORKING)
         for each in both:

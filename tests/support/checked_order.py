@@ -30,7 +30,7 @@ class CheckedOrder:
     follows every object that is left. If nothing is found, everything is in use. Of the ends of
     prefixes the least recently used one goes first (``recency``: not so for ARC), except that an
     eighth is kept for those that were used again. Retained ones go after the others while they are
-    at most a half.
+    at most a half. Awaited ones go after all others, the one with the highest rank first.
     """
 
     def __init__(self, inner: EvictionOrder[Entry], recency: bool = True) -> None:
@@ -39,6 +39,7 @@ class CheckedOrder:
         self._parked: dict[Entry, bool] = {}
         self._uses: dict[Entry, _Use] = {}
         self._retained: set[Entry] = set()
+        self._awaited: dict[Entry, int] = {}
         self._now = 0
 
     def admit(self, item: Entry) -> None:
@@ -87,6 +88,7 @@ class CheckedOrder:
             return
         del self._parked[item]
         self._retained.discard(item)
+        self._awaited.pop(item, None)
         use = self._uses.pop(item)
         for before, mine in self._uses.items():
             follows = (before.namespace, before.key) == (item.namespace, item.previous)
@@ -126,6 +128,12 @@ class CheckedOrder:
             spared = use.often and not mine.often and (kept or not clear) and found not in retained
             assert spared, "an object is evicted before one that was used less recently"
 
+    def _check_awaited(self, found: Entry, ends: list[Entry]) -> None:
+        if found in self._awaited:
+            assert self._awaited.keys() >= set(ends), "an awaited object is evicted before others"
+            last = max(self._awaited[each] for each in ends)
+            assert self._awaited[found] == last, "not the last one of the queue"
+
     def victim(self, urgent: bool = True) -> Entry | None:
         followers: dict[tuple[str, bytes], list[Entry]] = {}
         for each in self._parked:
@@ -135,12 +143,16 @@ class CheckedOrder:
         ends = [each for each in free if (each.namespace, each.key) not in followers]
         found = self._inner.victim(urgent)
         if found is None:
-            assert not (free if urgent else ends), "objects that are not in use are not evicted"
+            left = free if urgent else set(ends) - self._awaited.keys()
+            assert not left, "objects that are not in use are not evicted"
             return None
         assert found in free, "an object in use is evicted"
+        assert urgent or found not in self._awaited, "an awaited object is evicted without need"
         if ends:
             assert found in ends, "an object is evicted before one that follows it"
-            self._check_recency(found, ends)
+            self._check_awaited(found, ends)
+            if found not in self._awaited:
+                self._check_recency(found, [each for each in ends if each not in self._awaited])
         else:
             before = self._before(found)
             assert all(
@@ -158,6 +170,8 @@ class CheckedOrder:
         followed = {(each.namespace, each.previous) for each in self._parked if each.previous}
         ends = [each for each in own if (each.namespace, each.key) not in followed]
         assert (found in ends) if ends else found is None, "not an end of the tenant's own"
+        if found is not None:
+            self._check_awaited(found, ends)
         return found
 
     def count_of(self, tenant: bytes) -> tuple[int, int]:
@@ -173,6 +187,15 @@ class CheckedOrder:
         else:
             self._retained.discard(item)
         self._inner.retain(item, retained)
+
+    def await_item(self, item: Entry, rank: int) -> None:
+        self._awaited.pop(item, None)
+        if rank and item in self._parked:
+            self._awaited[item] = rank
+        self._inner.await_item(item, rank)
+
+    def rank_of_next(self) -> int:
+        return self._inner.rank_of_next()
 
     def _before(self, item: Entry) -> set[Entry]:
         """What an object follows. Messages can say that two objects follow each other: then neither

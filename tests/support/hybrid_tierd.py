@@ -42,8 +42,15 @@ class SimulatedTierd:
     """tierd, and the client of the scheduler's session. Everything happens when a test says so,
     except messages that are answered at once."""
 
-    def __init__(self, slot_bytes: list[int], slots: int, ranks: int, random: Random) -> None:
-        self.slot_bytes, self.ranks, self.random = slot_bytes, ranks, random
+    def __init__(
+        self,
+        slot_bytes: list[int],
+        slots: int,
+        writers: list[tuple[int, ...]],
+        random: Random,
+    ) -> None:
+        """``writers``: by group, the ranks that store a shard."""
+        self.slot_bytes, self.writers, self.random = slot_bytes, writers, random
         self.slots = [_Slot(0, group) for group in range(len(slot_bytes)) for _ in range(slots)]
         end = 0
         for slot in self.slots:
@@ -112,9 +119,11 @@ class SimulatedTierd:
             self.early.setdefault(reservation, []).append((rank, delivered))
             return
         key, slot, ranks = found
+        writers = self.writers[key[0]]
+        assert rank in writers, "not a writer"
         assert rank not in ranks, "acknowledged twice"
         ranks.add(rank if delivered else -1 - rank)
-        if len(ranks) < self.ranks:
+        if len(ranks) < len(writers):
             return
         del self.reserved[reservation]
         if min(ranks) < 0 or key in self.ram:
@@ -171,7 +180,7 @@ class SimulatedTierd:
                 namespace="a" * 32,
                 slot_bytes=tuple(self.slot_bytes),
                 persistent=True,
-                weights=("w",) * self.ranks,
+                weights=("w",) * (1 + max(map(max, self.writers))),
             )
         )
         self.sink(Usable(bits=RAM | DISK))

@@ -9,7 +9,7 @@ words, evicts, promotes from a second tier, and is lost and found again.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -58,13 +58,13 @@ from kvtier.engines.vllm.metrics import KVTierStats
 from kvtier.engines.vllm.scheduler import KVTierConnectorScheduler
 from kvtier.harness.tiny_model import write_llama
 from kvtier.planner import GroupKind, Planner
+from kvtier.tierd.shard_layout import SlotLayout, slot_layouts
 from kvtier.tierd.wire import (
     Abort,
     Deliver,
     Message,
     Ready,
 )
-from kvtier.tiers.base import aligned
 from kvtier.transfer.codec import build_codec
 from kvtier.transfer.host_pool import HostPool
 
@@ -142,7 +142,8 @@ def _vllm_config(directory: Path) -> Any:
 
 @dataclass(frozen=True)
 class WorldOptions:
-    """One engine. ``blocks``: of its KV cache. ``slots``: of tierd, for each group."""
+    """One engine. ``blocks``: of its KV cache. ``slots``: of tierd, for each group. ``missing``:
+    pairs of a rank and a group of which it has no layers, as a pipeline stage."""
 
     layout: str
     directory: Path
@@ -152,6 +153,7 @@ class WorldOptions:
     step_tokens: int = 128
     seqs: int = 4
     selection: Selection = Selection.WEIGHTED
+    missing: frozenset[tuple[int, int]] = frozenset()
 
 
 @functools.cache
@@ -176,7 +178,9 @@ class Rank:
         self.caches: dict[str, torch.Tensor] = {}
         groups = []
         for index, group in enumerate(planner.groups):
-            names = tuple(f"group.{index}.layer.{layer}" for layer in range(LAYERS))
+            names = tuple(
+                f"group.{index}.layer.{layer}" for layer in range(world.layers(number, index))
+            )
             rows = 1 if group.kind is GroupKind.STATE else group.block_tokens
             for name in names:
                 self.caches[name] = torch.zeros((config.num_blocks, rows, WIDTH), dtype=torch.int64)
@@ -204,14 +208,11 @@ class Rank:
         self.loads.weights_known("w")
         self.epoch = 0
 
-    def shard(self, group: int) -> int:
-        """Where this rank's shard begins in a slot."""
-        return aligned(self.codec.shard_bytes[group]) * self.number
-
-    def attach(self, tierd: SimulatedTierd) -> None:
+    def attach(self, tierd: SimulatedTierd, layouts: Sequence[SlotLayout]) -> None:
         """Maps the pool of a tierd."""
         ranges = tuple(
-            (self.shard(group), size, True) for group, size in enumerate(self.codec.shard_bytes)
+            (shard.offset, shard.size_bytes, shard.writes)
+            for shard in (layout.ranges[self.number] for layout in layouts)
         )
         ready = Ready(
             namespace="a" * 32,
@@ -267,6 +268,8 @@ class World:
     outbox: list[tuple[int, int, bool, int]] = field(default_factory=list)
     aborted: int = 0
     checked_tokens: int = 0
+    run_directory: str = "/dev/shm/kvtier-unit-test"
+    engine_name: str = "engine/dp0"
 
     def __post_init__(self) -> None:
         self.clock = _Clock()
@@ -289,8 +292,13 @@ class World:
         self.ranks = [
             Rank(number, config, self.planner, self) for number in range(self.options.ranks)
         ]
-        sizes = [aligned(size) * self.options.ranks for size in self.ranks[0].codec.shard_bytes]
-        self.tierd = SimulatedTierd(sizes, self.options.slots, self.options.ranks, self.random)
+        self.layouts = slot_layouts([rank.codec.shard_bytes for rank in self.ranks], ())
+        self.tierd = SimulatedTierd(
+            [layout.slot_bytes for layout in self.layouts],
+            self.options.slots,
+            [layout.writers for layout in self.layouts],
+            self.random,
+        )
         self.scheduler = self._scheduler(config, hash_tokens)
         self.step_number = 0
         self.attach()
@@ -325,7 +333,7 @@ class World:
         structural = Structural(
             policy=PolicyIdentity(namespace="test", name="test"),
             content_hash="test",
-            run_directory="/dev/shm/kvtier-unit-test",
+            run_directory=self.run_directory,
             chunk_tokens=CHUNK,
             tiers=[
                 MemoryTierDocument(name="ram", capacity_bytes=1 << 30),
@@ -336,7 +344,7 @@ class World:
         session = TierdSession(
             Topology(structural=structural, live=live),
             self.planner,
-            "engine/dp0",
+            self.engine_name,
             lambda: EngineIdentity("{}"),
             self.tierd.connect,
         )
@@ -350,6 +358,10 @@ class World:
                 block,
                 hash_tokens,
             )
+
+    def layers(self, rank: int, group: int) -> int:
+        """How many layers of a group a rank has."""
+        return 0 if (rank, group) in self.options.missing else LAYERS
 
     # Requests.
 
@@ -388,7 +400,7 @@ class World:
             rank.copies.detach()
         self.tierd.attach()
         for rank in self.ranks:
-            rank.attach(self.tierd)
+            rank.attach(self.tierd, self.layouts)
 
     def lose_tierd(self, keep_ram: bool) -> None:
         """tierd is killed. The workers drain before another one is used."""
@@ -540,7 +552,7 @@ class World:
                 continue
             self.checked_tokens += len(positions)
             for rank in self.ranks:
-                for layer in range(LAYERS):
+                for layer in range(self.layers(rank.number, index)):
                     tensor = rank.tensor(index, layer)
                     rows = [
                         0 if group.kind is GroupKind.STATE else each % block for each in positions
@@ -565,7 +577,7 @@ class World:
             rows = [0 if group.kind is GroupKind.STATE else each % block for each in positions]
             blocks = [tables[index][each // block] for each in positions]
             for rank in self.ranks:
-                for layer in range(LAYERS):
+                for layer in range(self.layers(rank.number, index)):
                     values = [_value(states[each], index, layer, rank.number) for each in positions]
                     rank.tensor(index, layer)[blocks, rows, 0] = torch.tensor(values)
 

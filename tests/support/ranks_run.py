@@ -10,7 +10,7 @@
 * ``engines``: how many serve at the same time with one tierd. ``coordinated``: they are one
   deployment of a mixture of experts. vLLM has no such mode for other models, whose engines do not
   know of each other.
-* ``updates`` or ``faults``: see ``ranks_updates`` and ``ranks_faults``
+* ``updates``, ``lora`` or ``faults``: see the modules ``ranks_*`` of these names
 
 Prints one line of JSON for each, by engine, as ``hybrid_run`` does.
 
@@ -20,9 +20,9 @@ start, and its ranks are forked by vLLM.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
-import multiprocessing
 import os
 import select
 import signal
@@ -30,7 +30,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,41 +38,27 @@ from kvtier.config.models import Topology
 from kvtier.config.writer import write
 from kvtier.harness.engine_process import cpu_environment, free_port, quiet_environment
 from kvtier.harness.engine_testbed import ENGINE_OPTIONS, EngineOptions
-from kvtier.harness.tiny_model import TinyLlama, write_llama
+from kvtier.harness.tiny_model import TinyLlama, write_llama, write_lora
 
 # The directory of this script is on the path, and no package.
 hybrid_models = importlib.import_module("hybrid_models")
 hybrid_run = importlib.import_module("hybrid_run")
 ranks_faults = importlib.import_module("ranks_faults")
+ranks_lora = importlib.import_module("ranks_lora")
 ranks_updates = importlib.import_module("ranks_updates")
+ranks_vllm = importlib.import_module("ranks_vllm")
 ENGINE_SECONDS = 300.0
 """Only an engine that hangs takes as long."""
+SHAPE = TinyLlama(layers=4, kv_heads=4)
+PR_SET_PDEATHSIG = 1
+KINDS = ("updates", "lora", "faults")
+"""Of specifications that do more than to reload prompts."""
 Stage = Callable[[dict[str, Any], list[list[int]], dict[str, Any]], dict[str, Any]]
 
 
-def repair_pipelines() -> None:
-    """The CPU runner of vLLM 0.32 does not allocate the tensors that a later stage receives."""
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    gather = GPUModelRunner.sync_and_gather_intermediate_tensors
-
-    def gather_allocated(self: Any, *arguments: Any, **named: Any) -> Any:
-        if self.intermediate_tensors is None:
-            self.intermediate_tensors = self.model.make_empty_intermediate_tensors(
-                batch_size=self.max_num_tokens,
-                dtype=self.model_config.dtype,
-                device=self.device,
-            )
-        return gather(self, *arguments, **named)
-
-    GPUModelRunner.sync_and_gather_intermediate_tensors = gather_allocated
-
-
-def fork_ranks() -> None:
-    """vLLM's CPU engine spawns the processes of its ranks, which import everything again."""
-    from vllm.v1.executor import multiproc_executor
-
-    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+def end_with_parent() -> None:
+    """The kernel kills this process when its parent ends, so that no engine outlives a test."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @dataclass
@@ -91,6 +77,7 @@ class Child:
             os.close(write_end)
             return cls(pid, read)
         os.setsid()
+        end_with_parent()
         os.environ.update(environment)
         try:
             answer = json.dumps({"result": compute()})
@@ -101,8 +88,15 @@ class Child:
             pipe.write(answer + "\n")
         os._exit(0)
 
+    def kill(self) -> None:
+        """Ends the child with its ranks."""
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
     def result(self) -> Any:
-        """Waits for the value, and ends the child with its ranks and its tierd."""
+        """Waits for the value, and ends the child with its ranks."""
         deadline = time.monotonic() + ENGINE_SECONDS
         content = b""
         try:
@@ -115,10 +109,7 @@ class Child:
                     raise RuntimeError("an engine ended without an answer")
                 content += piece
         finally:
-            try:
-                os.killpg(self.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+            self.kill()
             os.waitpid(self.pid, 0)
             os.close(self.pipe)
         answer = json.loads(content)
@@ -144,8 +135,18 @@ def _first(options: dict[str, Any], wanted: list[list[int]], _: dict[str, Any]) 
     result["failures"] = dict(loads.in_flight.counts.failures)
     result["objects"] = len(engine.scheduler.session.replica)
     result["namespace"] = engine.scheduler.session.ready.namespace
+    executor = engine.driver.core.model_executor
+    result["shard_bytes"] = executor.collective_rpc(_shard_bytes)
     _close_together(engine, "first")
     return result
+
+
+def _shard_bytes(_: Any) -> list[int]:
+    """In a rank: the bytes of its shards by group."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    connector: Any = get_kv_transfer_group()
+    return list(connector._worker.codec.shard_bytes)
 
 
 def _restarted(
@@ -178,13 +179,13 @@ class Run:
     def __init__(self, specification: dict[str, Any], directory: Path) -> None:
         options = dict(specification["options"])
         if options.get("pipeline_parallel_size", 1) > 1:
-            repair_pipelines()
+            ranks_vllm.repair_pipelines()
         topology = directory / "topology"
         topology.mkdir(parents=True)
         (directory / "files").mkdir()
         name = specification["model"]
         if name == "llama":
-            shape = TinyLlama(layers=specification.get("layers", 4), kv_heads=4)
+            shape = replace(SHAPE, layers=specification.get("layers", SHAPE.layers))
             model, chunk = write_llama(directory / "model", shape), 64
             self.models = (model, write_llama(directory / "other", shape, seed=7))
         else:
@@ -244,7 +245,11 @@ class Run:
             children.append(
                 Child.start(lambda known=known: stage(options, self.wanted, known), environment)
             )
-        return [child.result() for child in children]
+        try:
+            return [child.result() for child in children]
+        finally:
+            for child in children:
+                child.kill()
 
     def updates(self) -> dict[str, Any]:
         """The answers of an engine without KVTier and of one with it."""
@@ -263,6 +268,28 @@ class Run:
         (plain,) = self.stage(compute, {**self.plain, **more})
         (kvtier,) = self.stage(compute, {**self.kvtier, **more})
         return {"plain": plain["answers"], "kvtier": kvtier["answers"]}
+
+    def lora(self) -> dict[str, Any]:
+        """The answers of an engine without KVTier and of one with it, with adapters."""
+        adapters = [
+            write_lora(self.directory / name, SHAPE, seed=seed)
+            for seed, name in enumerate(("first", "second"))
+        ]
+
+        def compute(
+            options: dict[str, Any], wanted: list[list[int]], _: dict[str, Any]
+        ) -> dict[str, Any]:
+            engine = hybrid_run.SequentialEngine(options)
+            result: dict[str, Any] = {"answers": ranks_lora.run(engine, wanted[0], adapters)}
+            if engine.driver.scheduler.connector is not None:
+                ready = engine.scheduler.session.ready
+                result["namespace"], result["persistent"] = ready.namespace, ready.persistent
+                result["failures"] = dict(engine.scheduler.loads.in_flight.counts.failures)
+            return result
+
+        (plain,) = self.stage(compute, {**self.plain, **ranks_lora.OPTIONS})
+        (kvtier,) = self.stage(compute, {**self.kvtier, **ranks_lora.OPTIONS})
+        return {"plain": plain, "kvtier": kvtier}
 
     def faults(self) -> dict[str, Any]:
         """The answers of an engine with a rank that hangs and dies, and of the next one."""
@@ -292,24 +319,24 @@ class Run:
 
 def main() -> None:
     """Command line: see the module's text."""
+    end_with_parent()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     os.environ.update(quiet_environment())
     os.environ.update(cpu_environment())
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["PYTHONHASHSEED"] = "0"
+    os.environ["TORCH_COMPILE_DISABLE"] = "1"
     import vllm  # noqa: F401 - once for all children
 
-    fork_ranks()
+    ranks_vllm.prepare()
     ranks_updates.register()
     directory = Path(sys.argv[2])
     for number, specification in enumerate(json.loads(sys.argv[1])):
         try:
             run = Run(specification, directory / str(number))
-            if specification.get("updates"):
-                result: Any = run.updates()
-            else:
-                result = run.faults() if specification.get("faults") else run.all()
+            kind = next((each for each in KINDS if specification.get(each)), "")
+            result: Any = getattr(run, kind)() if kind else run.all()
         except Exception as error:
             traceback.print_exc()
             result = {"error": f"{type(error).__name__}: {error}"}

@@ -40,6 +40,7 @@ class StubTierd:
         self.sent: list[Message] = []
         self.hellos: list[Hello] = []
         self.reattached: list[int] = []
+        self.dropped: list[str] = []
         self.on_reattach: Callable[[int], None] | None = None
         """Called on the worker's thread before it continues: the actions of a new tierd."""
 
@@ -99,6 +100,11 @@ class StubTierd:
         with self._changed:
             self.reattached.append(drained_epoch)
             self._changed.notify_all()
+
+    def drop(self, reason: str) -> None:
+        """As the client's."""
+        self.dropped.append(reason)
+        self.lose(reason)
 
     def close(self, timeout_seconds: float) -> None:
         """As the client's: in order."""

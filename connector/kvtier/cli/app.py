@@ -440,6 +440,17 @@ def faults(
         float,
         typer.Option(min=0, help="What a slow (emulated) machine may add to every wait."),
     ] = 0.0,
+    patience: Annotated[
+        float,
+        typer.Option(min=1, help="What deadlines are multiplied by, on a slow machine."),
+    ] = 1.0,
+    fuse: Annotated[
+        bool,
+        typer.Option(
+            "--fuse/--no-fuse",
+            help="Inject storage faults by a FUSE mount, if one can be made; else in the daemon.",
+        ),
+    ] = True,
     names: Annotated[bool, typer.Option("--list", help="List the faults and exit.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -458,6 +469,8 @@ def faults(
             file_system or (),
         ),
         slack_seconds=slack_seconds,
+        patience=patience,
+        fuse=fuse,
     )
     rows = faults_command.run(options, with_engine=engine)
     peer_rows = faults_command.compare(options) if compare else []

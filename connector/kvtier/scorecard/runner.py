@@ -25,7 +25,7 @@ from kvtier.scorecard import (
 )
 from kvtier.scorecard.catalog import FAULTS, Fault, FaultContext
 from kvtier.scorecard.mount import FaultyMount
-from kvtier.scorecard.testbed import BUDGET_SECONDS, FaultTestbed, Measurements
+from kvtier.scorecard.testbed import FaultTestbed, Measurements
 from kvtier.scorecard.tier_faults import TierWrapper, UnsupportedFaultError
 
 ALLOWED_SECONDS = 0.1
@@ -49,6 +49,10 @@ class ScorecardOptions:
     writer_objects: int = 10_000
     slack_seconds: float = 0.0
     file_systems: tuple[str, ...] = ()
+    fuse: bool = True
+    """Whether storage faults are injected by a FUSE mount, where one can be made."""
+    patience: float = 1.0
+    """What deadlines of loads and waits for tierd are multiplied by, on a slow machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +172,8 @@ def _context(
         reason = ""
         mount: FaultyMount | TierWrapper
         try:
+            if not options.fuse:
+                raise OSError("turned off")
             mount = FaultyMount(below, files, home / "faults.json", home / "mount.log")
         except OSError as error:
             reason = f"cannot create a FUSE mount: {error.strerror or error}"
@@ -175,6 +181,7 @@ def _context(
         stack.callback(mount.close)
         wrapped = mount.control if isinstance(mount, TierWrapper) else None
         testbed = FaultTestbed(home, below if wrapped else files, below, wrapped)
+        testbed.patience = options.patience
         stack.callback(testbed.close)
         yield FaultContext(testbed, mount, options.seconds, options.hang_seconds), reason
 
@@ -202,6 +209,7 @@ def _remote_row(
     name: str, context: remote_faults.RemoteContext, options: ScorecardOptions
 ) -> ScorecardRow:
     testbed, measurements = context.testbed, Measurements()
+    testbed.patience = options.patience
     wrong_before, log_before = testbed.engine.seen.wrong, _size(testbed.tierd.log)
     try:
         testbed.fill()
@@ -266,6 +274,7 @@ def sealed_fault(
     try:
         keyed = sealed_faults.KeyedTestbed(home / fault.name, fault.encryption, place)
         testbed = keyed.testbed
+        testbed.patience = options.patience
         try:
             testbed.fill()
             fault.run(keyed, options.seconds, measurements)
@@ -293,7 +302,7 @@ def judge(
     name: str, means: str, measurements: Measurements, slack_seconds: float = 0.0
 ) -> ScorecardRow:
     """The verdict on the measurements of a fault."""
-    beyond = max(0.0, measurements.longest_wait - BUDGET_SECONDS)
+    beyond = max(0.0, measurements.longest_wait - measurements.budget_seconds)
     added = measurements.longest_wait_breaker_open
     problems = [
         (measurements.wrong > 0, f"{measurements.wrong} loads returned wrong bytes"),
@@ -344,6 +353,7 @@ def small_disk(
     try:
         with small_disks.small(directory, kind) as disk:
             testbed = FaultTestbed(directory / "testbed", disk.path, disk.path)
+            testbed.patience = options.patience
             try:
                 measurements = Measurements()
                 small_disks.DISK_FAULTS[name](testbed, disk, options.seconds, measurements)
@@ -369,10 +379,11 @@ def one_disk(
 ) -> ScorecardRow:
     """One of two volumes of a tier fails, with a daemon of its own. ``place``: where they are, if
     not in ``home``."""
-    measurements = Measurements()
+    measurements, means = Measurements(), volume_faults.MEANS
     try:
-        with volume_faults.testbed(home / name, place) as context:
-            bed = context.testbed
+        with volume_faults.testbed(home / name, place, options.fuse) as context:
+            bed, means = context.testbed, context.means
+            bed.patience = options.patience
             bed.fill()
             volume_faults.VOLUME_FAULTS[name](context, options.seconds, measurements)
             if not bed.daemon_is_serving():
@@ -380,15 +391,13 @@ def one_disk(
                 measurements.notes.append("the daemon exited")
             measurements.recovery_seconds = bed.recover()
             measurements.wrong = bed.engine.seen.wrong
-    except volume_faults.MountUnavailableError as error:
-        return ScorecardRow(name, SKIPPED, str(error), volume_faults.MEANS)
     except (OSError, TimeoutError, LookupError) as error:
         reason = f"the fault could not be injected: {type(error).__name__}: {error}"
-        return ScorecardRow(name, FAIL, reason, volume_faults.MEANS)
+        return ScorecardRow(name, FAIL, reason, means)
     if (text := _traceback(bed.tierd.log, 0)) is not None:
         measurements.crashes += 1
         measurements.notes.append(text)
-    return judge(name, volume_faults.MEANS, measurements, options.slack_seconds)
+    return judge(name, means, measurements, options.slack_seconds)
 
 
 def many_writers(count: int, home: Path, options: ScorecardOptions) -> ScorecardRow:

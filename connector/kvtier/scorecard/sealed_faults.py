@@ -137,7 +137,7 @@ def _expect_misses(keyed: KeyedTestbed, reason: str, measurements: Measurements)
         return keyed.misses(reason) > 0
 
     try:
-        wait_for(missed, f"a miss is counted as {reason}", FOLLOW_SECONDS)
+        wait_for(missed, f"a miss is counted as {reason}", FOLLOW_SECONDS * keyed.testbed.patience)
     except TimeoutError:
         _violation(measurements, f"no miss was counted as {reason}")
 

@@ -33,11 +33,13 @@ KEYS = 56
 MEMORY_BYTES = 2 * MIB
 CAPACITY_BYTES = 24 * MIB
 BUDGET_SECONDS = 0.5
-"""How long a load may wait."""
+"""How long a load may wait, on a machine that is not slow."""
 START_SECONDS = 180.0
 """A daemon that is started serves after a second; on an emulated machine it may take minutes."""
 FILL_SECONDS = 300.0
 """A slow machine needs several attempts to write what little RAM keeps for a short time only."""
+FILL_OBJECTS = 8
+"""How many are stored before their writes are awaited."""
 BREAKER = BreakerSettings(failure_threshold=5, period_seconds=2)
 PAUSE_SECONDS = 0.01
 SAMPLE_SECONDS = 0.25
@@ -45,13 +47,14 @@ SAMPLE_SECONDS = 0.25
 
 @dataclass(slots=True)
 class Measurements:
-    """What was measured during a fault. Waits in seconds; ``over_budget_bytes``: above the file
-    tier's capacity.
+    """What was measured during a fault. Waits in seconds; ``budget_seconds``: how long a load may
+    wait; ``over_budget_bytes``: above the file tier's capacity.
     """
 
     loads: int = 0
     loaded: int = 0
     stores: int = 0
+    budget_seconds: float = BUDGET_SECONDS
     longest_wait: float = 0.0
     longest_wait_breaker_open: float | None = None
     over_budget_bytes: int = 0
@@ -144,6 +147,8 @@ class FaultTestbed:
         self.tierd = SkewedTestbed(directory, files, faults_file, lmcache_url, volumes)
         if isolation is not None:
             self.tierd.change(isolation=isolation)
+        self.patience = 1.0
+        """What is longer on a slow machine: deadlines of loads, and how long they are tried."""
         self._generation = 1
         self.retune(breaker=BREAKER, selection=Selection.WEIGHTED)
         self.pid = self.tierd.start_tierd()
@@ -152,6 +157,11 @@ class FaultTestbed:
         self._next_load = 0
 
     # Steps.
+
+    @property
+    def budget_seconds(self) -> float:
+        """How long a load may wait."""
+        return BUDGET_SECONDS * self.patience
 
     def retune(self, **changes: object) -> None:
         """Replaces live values."""
@@ -189,28 +199,36 @@ class FaultTestbed:
 
     def fill(self) -> None:
         """Stores until every chunk of the rotation is in a file. Raises ``TimeoutError``."""
-        deadline = time.monotonic() + FILL_SECONDS
+        deadline = time.monotonic() + FILL_SECONDS * self.patience
         self.wait(lambda: self.engine.can_store, "a session")
+        turn = 0
         while missing := [number for number in range(KEYS) if not self.in_file(number)]:
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"{len(missing)} of {KEYS} chunks did not reach the file tier: "
                     f"{self.tierd.status()}"
                 )
-            for number in missing[:8]:
-                self.wait(lambda: self.engine.can_store, "a free slot", 2)
+            # Others each time: what stays in RAM after its write failed is displaced by them.
+            start = turn * FILL_OBJECTS % len(missing)
+            chosen = (missing + missing)[start : start + min(FILL_OBJECTS, len(missing))]
+            turn += 1
+            for number in chosen:
+                self.wait(lambda: self.engine.can_store, "a free slot", 2 * self.patience)
                 if not self.in_ram(number):
-                    self.store(number)
-            self.engine.wait_for(lambda m=missing[:8]: all(self.in_file(n) for n in m), 1.0)
+                    self.store(number, 2 * self.patience)
+            self.engine.wait_for(
+                lambda chosen=chosen: all(self.in_file(n) for n in chosen), self.patience
+            )
 
     def stream(self, seconds: float, measurements: Measurements) -> None:
         """Loads and stores for ``seconds``, in any state of the daemon."""
         end = time.monotonic() + seconds
+        measurements.budget_seconds = self.budget_seconds
         with Sampler(self, measurements) as sampler:
             while time.monotonic() < end:
                 self._next_load = (self._next_load + 1) % KEYS
                 started, open_before = time.monotonic(), sampler.breaker_open
-                loaded = self.engine.load([self._next_load], BUDGET_SECONDS)
+                loaded = self.engine.load([self._next_load], self.budget_seconds)
                 taken = time.monotonic() - started
                 measurements.loads += 1
                 measurements.loaded += loaded
@@ -222,12 +240,12 @@ class FaultTestbed:
                 if (
                     not loaded
                     and not self.in_ram(self._next_load)
-                    and self.store(self._next_load, 0.5)
+                    and self.store(self._next_load, self.budget_seconds)
                 ):
                     measurements.stores += 1
                 elif self._next_load % 4 == 0:
                     self._next_key += 1
-                    measurements.stores += self.store(self._next_key, 0.5)
+                    measurements.stores += self.store(self._next_key, self.budget_seconds)
                 time.sleep(PAUSE_SECONDS)
 
     def recover(self, seconds: float = 120.0) -> float | None:
@@ -235,24 +253,24 @@ class FaultTestbed:
         Returns how long that took; None if it did not succeed.
         """
         started = time.monotonic()
-        while time.monotonic() - started < seconds:
+        while time.monotonic() - started < seconds * self.patience:
             self._next_key += 1
             number = self._next_key
             self.engine.step()
-            if not self.store(number):
+            if not self.store(number, 2 * self.patience):
                 self.engine.wait_for(lambda: self.engine.can_store, 0.5)
                 continue
-            if not self.engine.wait_for(lambda n=number: self.in_file(n), 2.0):
+            if not self.engine.wait_for(lambda n=number: self.in_file(n), 2 * self.patience):
                 continue
             other = next((n for n in range(KEYS) if self.in_file(n) and not self.in_ram(n)), None)
-            if other is not None and self.engine.load([other], BUDGET_SECONDS) == 1:
+            if other is not None and self.engine.load([other], self.budget_seconds) == 1:
                 return time.monotonic() - started
             if other is None:
                 # The tier is empty: store something to load.
                 for filler in range(number + 1, number + 40):
-                    self.store(filler, 0.5)
+                    self.store(filler, self.budget_seconds)
                 self._next_key = number + 40
-                if self.in_file(number) and self.engine.load([number], BUDGET_SECONDS) == 1:
+                if self.in_file(number) and self.engine.load([number], self.budget_seconds) == 1:
                     return time.monotonic() - started
         return None
 

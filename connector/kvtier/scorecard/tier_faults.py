@@ -27,16 +27,21 @@ class TierWrapper:
 
     means = "fault wrapper"
 
-    def __init__(self, control: Path) -> None:
+    def __init__(self, control: Path, only: str = "") -> None:
+        """``only``: the one volume that fails."""
         self.control = control
+        self._only = only
 
     def set(self, **faults: dict[str, Any]) -> None:
         """Replaces the faults. Raises ``UnsupportedFaultError`` for faults that change bytes."""
-        content = {}
+        content: dict[str, Any] = {"only": self._only} if self._only else {}
         for operation, calls in (("read", READ_CALLS), ("write", WRITE_CALLS)):
             chosen = next((faults[call] for call in calls if call in faults), None)
             if chosen is not None:
                 content[operation] = _translated(chosen)
+        if self._only and "write" in content:
+            # The probe of a suspended volume.
+            content["check"] = content["write"]
         replace_file(self.control, json.dumps(content).encode())
 
     def close(self) -> None:

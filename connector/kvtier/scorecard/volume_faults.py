@@ -2,22 +2,24 @@
 
 The other one must serve what it holds during the fault, take what is computed again, and not wait.
 The failed one must serve again afterwards. Both lie on the storage under test, the failing one
-behind a FUSE mount.
+behind a FUSE mount or, without FUSE, wrapped in the daemon.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvtier.scorecard.mount import FaultyMount
-from kvtier.scorecard.testbed import BUDGET_SECONDS, KEYS, FaultTestbed, Measurements
+from kvtier.scorecard.testbed import KEYS, FaultTestbed, Measurements
+from kvtier.scorecard.tier_faults import TierWrapper
 
 MEANS = "FUSE, one of two volumes"
+WRAPPED_MEANS = "fault wrapper, one of two volumes"
 FAILING, WORKING = "disk0", "disk1"
 SUSPEND_SECONDS = 20.0
 """How long it may take until a volume is suspended, or serves again."""
@@ -26,16 +28,13 @@ CHECKED = 6
 """Objects that are loaded from the other volume, and stored on it, during a fault."""
 
 
-class MountUnavailableError(Exception):
-    """No FUSE mount can be made here. The message says why."""
-
-
 @dataclass(frozen=True, slots=True)
 class VolumesContext:
-    """A testbed whose tier has two volumes, of which ``mount`` makes one fail."""
+    """A testbed whose tier has two volumes, of which ``mount`` makes one fail. ``means``: how."""
 
     testbed: FaultTestbed
-    mount: FaultyMount
+    mount: FaultyMount | TierWrapper
+    means: str
 
     def state(self, volume: str) -> str:
         """The state of a volume, from the daemon's status."""
@@ -50,25 +49,26 @@ VolumeFault = Callable[[VolumesContext, float, Measurements], None]
 
 
 @contextmanager
-def testbed(home: Path, place: Path | None) -> Iterator[VolumesContext]:
-    """Starts a daemon with two volumes below ``place``, or ``home``, where the rest is. Raises
-    ``MountUnavailableError``."""
+def testbed(home: Path, place: Path | None, fuse: bool) -> Iterator[VolumesContext]:
+    """Starts a daemon with two volumes below ``place``, or ``home``, where the rest is. ``fuse``:
+    the failing one is behind a FUSE mount, if one can be made."""
     below = (home if place is None else place / home.name) / "below"
     for name in (FAILING, WORKING):
         (below / name).mkdir(parents=True)
     mounted = home / FAILING
     mounted.mkdir(parents=True)
     with ExitStack() as stack:
-        try:
-            mount = FaultyMount(below / FAILING, mounted, home / "faults.json", home / "mount.log")
-        except OSError as error:
-            raise MountUnavailableError(
-                f"cannot create a FUSE mount: {error.strerror or error}"
-            ) from error
+        control, found = home / "faults.json", None
+        if fuse:
+            with suppress(OSError):
+                found = FaultyMount(below / FAILING, mounted, control, home / "mount.log")
+        mount = found or TierWrapper(control, only=FAILING)
         stack.callback(mount.close)
-        bed = FaultTestbed(home, mounted, below, volumes=(mounted, below / WORKING))
+        failing = below / FAILING if found is None else mounted
+        wrapped = control if found is None else None
+        bed = FaultTestbed(home, failing, below, wrapped, volumes=(failing, below / WORKING))
         stack.callback(bed.close)
-        yield VolumesContext(bed, mount)
+        yield VolumesContext(bed, mount, MEANS if wrapped is None else WRAPPED_MEANS)
 
 
 def _by_mount(opens: bool, **faults: dict[str, Any]) -> VolumeFault:
@@ -100,7 +100,7 @@ def _note(measurements: Measurements, text: str) -> None:
 
 def _reaches(context: VolumesContext, volume: str, state: str, measurements: Measurements) -> bool:
     """Whether the volume has that state within ``SUSPEND_SECONDS``, while loads go on."""
-    end = time.monotonic() + SUSPEND_SECONDS
+    end = time.monotonic() + SUSPEND_SECONDS * context.testbed.patience
     while context.state(volume) != state:
         if time.monotonic() > end:
             return False
@@ -114,7 +114,7 @@ def _check_loads(bed: FaultTestbed, measurements: Measurements) -> None:
     held = [number for number in range(KEYS) if bed.in_file(number) and not bed.in_ram(number)]
     served = 0
     for number in held:
-        served += bed.engine.load([number], BUDGET_SECONDS)
+        served += bed.engine.load([number], bed.budget_seconds)
         if served >= CHECKED:
             return
     if served < min(CHECKED, len(held)) and len(held) >= CHECKED:
@@ -126,9 +126,9 @@ def _check_stores(bed: FaultTestbed, measurements: Measurements) -> None:
     stored = 0
     first = 100 * KEYS
     for number in range(first, first + 2 * CHECKED):
-        bed.wait(lambda: bed.engine.can_store, "a free slot", 2)
-        if bed.store(number) and bed.engine.wait_for(
-            lambda n=number: bed.in_file(n), STORED_SECONDS
+        bed.wait(lambda: bed.engine.can_store, "a free slot", 2 * bed.patience)
+        if bed.store(number, 2 * bed.patience) and bed.engine.wait_for(
+            lambda n=number: bed.in_file(n), STORED_SECONDS * bed.patience
         ):
             stored += 1
     # The first object that finds its volume full is dropped.

@@ -28,6 +28,9 @@ MAX_CREDITS = 64
 CREDIT_SHARE = 4
 """Credits take at most a quarter of the pool, apart from the one that each engine and group has at
 least."""
+URGENT_CREDITS = 16
+"""What an engine without credits gets even if queued requests wait for the objects that are evicted
+for it."""
 MAX_ROUNDS = 64
 """Rounds per ``run``. The next ``run`` continues."""
 MAX_RESERVE = 16
@@ -78,6 +81,13 @@ class SlotAllocator:
             + evictable
             - (len(requests) if requests else 0)
         )
+
+    def rank_of_next(self, kind: SlotClass) -> int:
+        """The place in the queue of the request whose prefix one more read of this class would
+        evict; 0 if it would evict none that is awaited."""
+        requests = self._requests.get(kind.slot_bytes)
+        free = self._pool.available(kind) + kind.evicting - (len(requests) if requests else 0)
+        return 0 if free > 0 else self._resident.order(kind).rank_of_next()
 
     def request(self, request: SlotRequest) -> None:
         """Queues a request for the next free slot of its class."""
@@ -248,22 +258,25 @@ class SlotAllocator:
 
     def _evict(self, kind: SlotClass, number: int) -> bool:
         """Evicts up to ``number`` objects of a class; True if that freed a slot at once."""
-        order, urgent = self._resident.order(kind), self._is_urgent(kind)
+        order, urgent = self._resident.order(kind), self._urgent(kind)
         victims: list[Entry] = []
         while len(victims) < number:
-            victim = order.victim(urgent)
+            victim = order.victim(len(victims) < urgent)
             if victim is None:
                 break
             victims.append(victim)
         return self._announce(victims)
 
-    def _is_urgent(self, kind: SlotClass) -> bool:
-        """Whether a read waits for a slot of the class, or an engine has no credit of it."""
-        return bool(self._requests.get(kind.slot_bytes)) or any(
-            engine.geometries[group].kind is kind and not held
-            for engine in self._engines.open.values()
-            for group, held in enumerate(engine.granted)
-        )
+    def _urgent(self, kind: SlotClass) -> int:
+        """How many slots of the class are needed at once: reads wait for them, or an engine has no
+        credit of it."""
+        requests = self._requests.get(kind.slot_bytes)
+        needed = len(requests) if requests else 0
+        for engine in self._engines.open.values():
+            for group, held in enumerate(engine.granted):
+                if not held and engine.geometries[group].kind is kind:
+                    needed += URGENT_CREDITS
+        return needed - kind.evicting if needed else 0
 
     def _reclaim(self, kind: SlotClass, shares: dict[int, int]) -> bool:
         """Takes segments from classes that no open engine uses, and from classes above their share

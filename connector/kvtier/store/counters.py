@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 MESSAGES = (
     "Abort", "Bye", "Cancel", "Deliver", "EvictionAck", "Heartbeat", "Hello", "Load",
-    "Identify", "Keep", "LoadReleased", "Prefetch", "Promote", "Reserve", "Resync",
+    "Identify", "Keep", "LoadReleased", "Prefetch", "Promote", "Queued", "Reserve",
+    "Resync",
 )  # fmt: skip
 """What an engine sends (``tierd/wire.py``)."""
 TIER_ERRORS = ("corrupt", "error", "expired", "key_missing", "min_free", "no_space",
@@ -104,6 +105,12 @@ COUNTERS: dict[str, CounterLabels] = {
         "expires", "hint_tiers", "not_reused",
     ),
     "prefetch_reads": _tier("Reads for requests that wait in an engine's queue."),
+    # Requests in the queues of engines.
+    "queued_requests": _global("Requests in an engine's queue whose prefix in RAM was marked."),
+    "queued_requests_expired": _global("Such requests that waited too long to be marked further."),
+    "queued_requests_rejected": _global(
+        "Requests in an engine's queue that were not marked, by reason.", "too_many"
+    ),
     # Promotions.
     "prefetches": _global("Requests in an engine's queue whose prefix was brought into RAM."),
     "prefetches_rejected": _global("Prefetches that did not begin, by reason.", "too_many"),
@@ -164,6 +171,9 @@ COUNTERS: dict[str, CounterLabels] = {
         "not_in_ram", "tenant_limit", "tier_limit",
     ),
     "tenant_evictions": _global("Objects that were evicted from RAM for their tenant's share."),
+    "awaited_evictions": _global(
+        "Objects that were evicted from RAM although a queued request waits for them."
+    ),
     "evictions": _global("Objects that were evicted from RAM."),
     "evictions_cancelled": _global("Evictions that ended because the object was used again."),
     "late_eviction_acks": _global("Acknowledgements of eviction notices that had ended."),

@@ -28,6 +28,10 @@ def _nowhere(_identity: object) -> bool:
     return False
 
 
+def _no_rank(_namespace: str, _key: bytes) -> int:
+    return 0
+
+
 def _no_tenant(_item: object) -> bytes:
     return b""
 
@@ -71,8 +75,8 @@ class EvictionOrder(Protocol[T]):
     def victim(self, urgent: bool = True) -> T | None:
         """Returns the next object to evict, which is leaving; None if all are in use.
 
-        ``urgent``: otherwise None as well while evicting it would orphan an object in use, which
-        may soon be evicted instead.
+        ``urgent``: otherwise None as well while a queued request is going to use it, or evicting it
+        would orphan an object in use: another one may soon be evicted instead.
         """
         ...
 
@@ -86,6 +90,16 @@ class EvictionOrder(Protocol[T]):
 
     def retain(self, item: T, retained: bool) -> None:
         """The object is evicted after all others, or no longer is."""
+        ...
+
+    def await_item(self, item: T, rank: int) -> None:
+        """A queued request is going to use the object, or none is any longer (0). It is evicted
+        when no other one can be, the one with the highest ``rank`` first: the place in the queue.
+        """
+        ...
+
+    def rank_of_next(self) -> int:
+        """The rank of the object to evict next; 0 if no queued request waits for it."""
         ...
 
     def __len__(self) -> int:
@@ -103,7 +117,8 @@ class LruPolicy(Generic[ItemT, IdentityT]):
     is not resident, the object is evicted before others. ``tenant`` returns whom it belongs to,
     empty if to no tenant.
 
-    While every leaf is in use, the victim is an object that only objects in use follow.
+    While every leaf is in use or awaited, the victim is an awaited one, and while every leaf is in
+    use, an object that only objects in use follow.
     """
 
     def __init__(
@@ -178,7 +193,7 @@ class LruPolicy(Generic[ItemT, IdentityT]):
 
     def victim(self, urgent: bool = True) -> ItemT | None:
         """The end of the least recently used prefix, which is leaving."""
-        return self._take(self._tree.victim() or (self._tree.blocked() if urgent else NONE))
+        return self._take(self._tree.victim() or (self._last_resort() if urgent else NONE))
 
     def next_of(self, tenant: bytes) -> ItemT | None:
         """The end of the tenant's least recently used prefix."""
@@ -199,8 +214,22 @@ class LruPolicy(Generic[ItemT, IdentityT]):
         if node is not None and node in self._items:
             self._tree.retain(node, retained)
 
+    def await_item(self, item: ItemT, rank: int) -> None:
+        """A queued request is going to use the object, or none is any longer (0)."""
+        node = self._nodes.get(self._identify(item))
+        if node is not None and node in self._items:
+            self._tree.await_node(node, rank)
+
+    def rank_of_next(self) -> int:
+        """The rank of the object to evict next; 0 if no queued request waits for it."""
+        tree = self._tree
+        return 0 if tree.victim() else tree.rank_of(tree.awaited_victim())
+
     def __len__(self) -> int:
         return sum(self._tree.candidates)
+
+    def _last_resort(self) -> int:
+        return self._tree.awaited_victim() or self._tree.blocked()
 
     def _return(self, item: ItemT) -> None:
         """An object that was leaving stays."""
@@ -338,13 +367,15 @@ class ArcPolicy(LruPolicy[ItemT, IdentityT]):
         node = tree.oldest(often=not recent_first) or tree.oldest(often=recent_first)
         if tree.candidates[2]:
             node = tree.retained_victim(node)
-        return self._take(node or (tree.blocked() if urgent else NONE))
+        return self._take(node or (self._last_resort() if urgent else NONE))
 
 
 class ResidentObjects:
     """Objects in RAM by namespace and key.
 
     An object that is being evicted is not pinned. Call ``cancel_eviction`` before using it.
+    ``rank_of(namespace, key)``: the place in the queue of the first request that waits and is going
+    to use the object; 0 if there is none.
     """
 
     def __init__(
@@ -353,11 +384,13 @@ class ResidentObjects:
         pool: SlotPool,
         index: PresenceIndex,
         new_order: Callable[[], EvictionOrder[Entry]],
+        rank_of: Callable[[str, bytes], int] = _no_rank,
     ) -> None:
         self._context = context
         self._pool = pool
         self._index = index
         self._new_order = new_order
+        self._rank_of = rank_of
         self._entries: dict[tuple[str, bytes], Entry] = {}
         self._orders: dict[int, EvictionOrder[Entry]] = {}
         self._on_removed: Callable[[Entry], None] | None = None
@@ -398,6 +431,7 @@ class ResidentObjects:
         self._pool.move(slot, SlotState.COMMITTED)
         order = self.order(slot.segment.kind)
         order.admit(entry)
+        self._restore_rank(entry, order)
         self.accounts.add(entry.tenant, entry.slot_bytes)
         self._context.record(entry)
         if entry.unverified is None:
@@ -459,6 +493,17 @@ class ResidentObjects:
         """The object is evicted after all others, or no longer is."""
         self._orders[entry.slot_bytes].retain(entry, retained)
 
+    def rank_changed(self, namespace: str, key: bytes) -> None:
+        """Takes over what ``rank_of`` says of a key, whether it is in RAM or not."""
+        entry = self._entries.get((namespace, key))
+        if entry is not None and not entry.evicting:
+            self._orders[entry.slot_bytes].await_item(entry, self._rank_of(namespace, key))
+
+    def _restore_rank(self, entry: Entry, order: EvictionOrder[Entry]) -> None:
+        rank = self._rank_of(entry.namespace, entry.key)
+        if rank:
+            order.await_item(entry, rank)
+
     def hit(self, entry: Entry) -> None:
         """Notes a use of the object."""
         entry.uses += 1
@@ -474,6 +519,8 @@ class ResidentObjects:
         """Excludes an object that is not pinned from further evictions: the notice ``token`` names
         it."""
         self._remove_bytes(entry)
+        if self._rank_of(entry.namespace, entry.key):
+            self._context.count("awaited_evictions")
         entry.evicting = token
         self._orders[entry.slot_bytes].leave(entry)
         self._pool.move(entry.slot, SlotState.EVICTING)
@@ -488,6 +535,7 @@ class ResidentObjects:
         order.offer(entry)
         if entry.retained_until:
             order.retain(entry, True)
+        self._restore_rank(entry, order)
         self._pool.move(entry.slot, SlotState.COMMITTED)
         if self._index.is_open(entry.namespace):
             self._context.emit(

@@ -1,10 +1,11 @@
 """Prefetches: bring the prefixes of requests that wait in an engine's queue into RAM.
 
-A prefetch is a help and never a promise: nothing waits for it, and it pins nothing. It reads with
-at most half of a tier's threads, so a request whose turn has come finds the others free, and what
-all prefetches have brought and not ended takes at most a ``POOL_SHARE``-th of the pool: so it
-displaces no more than that, the least recently used objects first, and nothing that another
-prefetch has brought. What is in RAM of such a prefix already counts as used.
+A prefetch is a help and never a promise: nothing waits for it, and it pins nothing. What has
+arrived of a prefix is evicted when nothing else can be (``queued_requests``). It reads with at most
+half of a tier's threads, so a request whose turn has come finds the others free, and what all
+prefetches have brought and not ended takes at most a ``POOL_SHARE``-th of the pool: so it displaces
+no more than that, the least recently used objects first, and nothing that another prefetch has
+brought. What is in RAM of such a prefix already counts as used.
 
 The engine ends each prefetch, with a cancellation, when it looks the request up or when the request
 is gone. Reads that have not started are dropped then. Only the store's thread uses this module.
@@ -20,6 +21,7 @@ from kvtier.store.allocator import SlotAllocator
 from kvtier.store.context import StoreContext
 from kvtier.store.operations import EngineState, Read
 from kvtier.store.promotion import ObjectSources
+from kvtier.store.queued_requests import QueuedRequests
 from kvtier.store.state import Entry
 from kvtier.store.tier_group import SecondaryTier
 from kvtier.store.types import NO_OWNER, Owner
@@ -32,13 +34,17 @@ POOL_SHARE = 8
 @dataclass(eq=False, slots=True)
 class OpenPrefetch:
     """The rest of one request's prefix. ``keys``: (group, key) from ``position`` on are neither in
-    RAM nor requested. ``bytes``: of what was requested."""
+    RAM nor requested; those of a group follow each other. ``bytes``: of what was requested.
+    ``queued``: the number of the request in the queue, 0 if it has none; it knows of the first
+    ``awaited`` keys that they are in RAM."""
 
     engine: EngineState
     namespace: str
     keys: list[tuple[int, bytes]]
     owner: Owner = NO_OWNER
+    queued: int = 0
     position: int = 0
+    awaited: int = 0
     bytes: int = 0
     reads: dict[int, tuple[Read, int]] = field(default_factory=dict)
     """In progress, with the tier that they count for."""
@@ -67,9 +73,11 @@ class Prefetches:
         context: StoreContext,
         sources: ObjectSources,
         allocator: SlotAllocator,
+        queued: QueuedRequests,
         pool_bytes: int,
     ) -> None:
         self._context = context
+        self._queued = queued
         self._resident = sources.resident
         self._tiers = sources.tiers
         self._reads = sources.reads
@@ -90,6 +98,7 @@ class Prefetches:
         number: int,
         keys: Sequence[tuple[int, bytes]],
         owner: Owner = NO_OWNER,
+        queued: int = 0,
     ) -> None:
         """Starts to bring the longest prefix of ``keys`` that the tiers hold into RAM."""
         if (engine.name, number) in self._open or number in engine.promotions:
@@ -106,7 +115,9 @@ class Prefetches:
                 break
             named.append((group, key))
         self._context.count("prefetches")
-        self._open[engine.name, number] = OpenPrefetch(engine, engine.namespace, named, owner)
+        self._open[engine.name, number] = OpenPrefetch(
+            engine, engine.namespace, named, owner, queued
+        )
         self.run()
 
     def end(self, engine: EngineState, number: int) -> bool:
@@ -143,6 +154,18 @@ class Prefetches:
         for prefetch in list(self._open.values()):
             while self._start_next(prefetch):
                 pass
+            if prefetch.queued:
+                self._protect(prefetch)
+
+    def _protect(self, prefetch: OpenPrefetch) -> None:
+        """Protects what is in RAM of the beginning of the prefix, by its last object of each
+        group."""
+        arrived = min(prefetch.reads, default=prefetch.position)
+        if arrived <= prefetch.awaited:
+            return
+        last = dict(prefetch.keys[prefetch.awaited : arrived])
+        prefetch.awaited = arrived
+        self._queued.extend(prefetch.engine, prefetch.queued, last)
 
     def _start_next(self, prefetch: OpenPrefetch) -> bool:
         """Goes on with one key; False if the prefetch has to wait or has ended."""
@@ -189,4 +212,8 @@ class Prefetches:
         if self._allocator.tenant_room(tenant) < size:
             return False
         kind = prefetch.engine.geometries[prefetch.keys[prefetch.position][0]].kind
-        return self._allocator.spare(kind) > 0
+        if self._allocator.spare(kind) <= 0:
+            return False
+        # The prefixes of requests before it are not evicted for it, nor its own for the rest of it.
+        rank = self._allocator.rank_of_next(kind)
+        return not rank or rank > self._queued.rank_of(prefetch.engine, prefetch.queued)

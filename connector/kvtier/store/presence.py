@@ -26,9 +26,9 @@ MAX_CHANGES_PER_PUMP = 512
 objects meanwhile."""
 FREED_PER_PUMP = 4_096
 """Buckets of a table that is freed: about a millisecond."""
-LISTED_PER_PUMP = 384
-"""Keys of tiers that are being listed: about 3 ms. A million keys at once would take seconds, and
-tierd would count as dead."""
+LISTED_PER_PUMP = 192
+"""Keys of tiers that are being listed: about a millisecond, and twice that on a busy machine. A
+million keys at once would take seconds, and tierd would count as dead."""
 
 
 class ChangeQueue:

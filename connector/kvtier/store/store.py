@@ -33,6 +33,7 @@ from kvtier.store.memory_tier import ArcPolicy, LruPolicy, ResidentObjects
 from kvtier.store.prefetch import Prefetches
 from kvtier.store.presence import PresenceIndex
 from kvtier.store.promotion import ObjectSources, Promotions
+from kvtier.store.queued_requests import AwaitedKeys, QueuedRequests
 from kvtier.store.recovery import VERIFY_LANE, OrphanedReads, PoolRecovery, RecoveredObjects
 from kvtier.store.secondary_tier import SecondaryTiers
 from kvtier.store.selection import LoadPlanner
@@ -116,12 +117,15 @@ class TierStore:
         pool = self._pool = SlotPool(pool_bytes)
         index = self._index = PresenceIndex(context, tiers)
         policy: type[LruPolicy[Entry, tuple[str, bytes]]] = ArcPolicy if arc else LruPolicy
+        awaited = AwaitedKeys()
         resident = self._resident = ResidentObjects(
             context,
             pool,
             index,
             lambda: policy(_identify, _previous, index.in_secondary_tier, _tenant),
+            awaited.rank_of,
         )
+        self._queued = QueuedRequests(context, resident, awaited)
         lifetimes = self._lifetimes = Lifetimes(context, resident, pool_bytes)
         self._tiers = SecondaryTiers(context, index, tiers, lanes, live)
         self._engines = EngineRegistry(context, pool, resident)
@@ -139,7 +143,7 @@ class TierStore:
         sources = ObjectSources(resident, self._recovered, self._tiers, reads, lifetimes)
         lookups = TierLookups(context, index, self._tiers)
         self._promotions = Promotions(context, sources, self._allocator, self._planner, lookups)
-        self._prefetches = Prefetches(context, sources, self._allocator, pool_bytes)
+        self._prefetches = Prefetches(context, sources, self._allocator, self._queued, pool_bytes)
         self._loads = StoreLoads(context, index, sources, self._promotions, self._checksummer)
         self._reservations = Reservations(
             context, pool, index, sources, self._checksummer, self._allocator
@@ -196,6 +200,7 @@ class TierStore:
         for promotion in list(state.promotions.values()):
             self._promotions.release(promotion)
         self._prefetches.close(state)
+        self._queued.close(state)
         slots = self._reservations.close(state)
         entries = self._loads.close(state)
         self._engines.release_or_quarantine(state, slots, entries, confirmed_dead, expires)
@@ -217,6 +222,7 @@ class TierStore:
         for promotion in list(state.promotions.values()):
             self._promotions.release(promotion)
         self._prefetches.close(state)
+        self._queued.close(state)
         self._reservations.cancel_all(state)
         self._index.close(state.namespace)
         state.namespace, state.persistent = namespace, persistent
@@ -293,20 +299,33 @@ class TierStore:
         prefetch: int,
         keys: Sequence[tuple[int, bytes]],
         owner: Owner = NO_OWNER,
+        queued: int = 0,
     ) -> None:
         """A request with these keys waits in the engine's queue: brings its prefix into RAM, as far
-        as that costs nothing else, until ``cancel``. Numbers are those of promotions. No answer."""
+        as that costs nothing else, until ``cancel``. Numbers are those of promotions. ``queued``:
+        the number that ``queue`` has got for it. No answer."""
         state = self._engines.get(engine)
         if state is not None:
-            self._prefetches.begin(state, prefetch, keys, owner)
+            self._prefetches.begin(state, prefetch, keys, owner, queued)
+
+    def queue(self, engine: str, number: int, keys: Sequence[tuple[int, bytes]]) -> None:
+        """A request waits in the engine's queue, behind those before: what precedes ``keys`` and
+        the keys themselves, at most one of each group, is evicted when nothing else can be, until
+        ``cancel`` or for ``QUEUED_SECONDS``."""
+        state = self._engines.get(engine)
+        if state is not None:
+            self._queued.begin(state, number, keys)
 
     def cancel(self, engine: str, promotion: int) -> None:
-        """Cancels a promotion, or releases what it has brought; or ends a prefetch."""
+        """Cancels a promotion, or releases what it has brought; or ends a prefetch; or a request
+        leaves the queue."""
         state = self._engines.get(engine)
         if state is None:
             return
         found = state.promotions.get(promotion)
-        if found is None and self._prefetches.end(state, promotion):
+        if found is None and (
+            self._prefetches.end(state, promotion) or self._queued.end(state, promotion)
+        ):
             return
         if found is None:
             self._context.count("late_cancels")

@@ -26,6 +26,8 @@ MEMORY_BIT = 1
 UNVERIFIED_BIT = 1 << 16
 """In RAM since before this tierd, and to be verified before use. Beyond the bits of all tiers."""
 RAM_BITS = MEMORY_BIT | UNVERIFIED_BIT
+MAX_QUEUED_REQUESTS = 1_024
+"""Requests of an engine's queue, the first ones, whose prefixes are protected in RAM."""
 Clock = Callable[[], float]
 """Seconds, monotonic."""
 

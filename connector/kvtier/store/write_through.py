@@ -8,6 +8,10 @@ queues and threads and never delay a read. A write that exceeds a tier's pending
 budget waits in a backlog of objects that lie in RAM. The backlog pins nothing, and is drawn from as
 writes end and as the budget grows.
 
+A write that fails is tried again while its object lies in RAM: a single one after some seconds,
+and if that succeeds, all others. So files hold everything that RAM holds once a store has been idle
+for a while, whatever went wrong before.
+
 Only the store's thread uses this module, except ``hash_object``.
 """
 
@@ -20,6 +24,7 @@ from functools import partial
 from itertools import islice
 
 from kvtier.config.models import StorePolicy
+from kvtier.errors import TierQuotaError
 from kvtier.store.admission import admit_predecessors
 from kvtier.store.context import StoreContext, Timer
 from kvtier.store.executor import IoCall
@@ -34,8 +39,11 @@ from kvtier.tiers.checksum import Checksum
 HASH_LANE = "hash"
 CHECKSUM_BIT = 1
 """In ``Entry.busy``: the checksum is being computed. The other bits are those of tiers."""
-MISSING_PER_RUN = 1_024
-"""Objects that ``WriteThrough.run`` considers at a time: about a millisecond."""
+CONSIDERED_PER_RUN = 256
+"""Objects that ``WriteThrough`` considers for a write at a time: about two milliseconds."""
+FIRST_RETRY_SECONDS, LONGEST_RETRY_SECONDS = 5.0, 120.0
+"""After a write has failed, another one is tried after the first of these, then after twice as long
+each time, up to the second."""
 MAX_SUBMITTED = 4
 """Calls at the executor at a time: enough to keep two threads busy."""
 
@@ -99,6 +107,12 @@ class _Backlog:
         """Removes everything, because it is written elsewhere."""
         self._waiting.clear()
 
+    def move_to(self, other: _Backlog) -> None:
+        """Moves everything behind what waits in the other one."""
+        for entry in self._waiting:
+            other.add(entry)
+        self._waiting.clear()
+
     def remove(self, entry: Entry) -> None:
         """Removes an object that is written or hashed now."""
         self._waiting.pop(entry, None)
@@ -128,25 +142,42 @@ class WriteThrough:
         self._budgets = {group.index: WriteBudget(context.clock) for group in tiers.groups}
         self._budget_timers: dict[int, Timer] = {}
         """By tier: when the budget allows the next write of the backlog."""
+        self._failed = {secondary: _Backlog(resident, lambda: None) for secondary in tiers.all}
+        """Objects whose writes have failed, which was counted."""
+        self._retry_timers: dict[SecondaryTier, Timer] = {}
+        """Of tiers with failed writes."""
+        self._retry_seconds: dict[SecondaryTier, float] = {}
+        """The next wait of tiers whose last writes have failed."""
+        self._trials: dict[SecondaryTier, Entry] = {}
+        """The failed write that is tried again before all others."""
+        self._drawing: dict[SecondaryTier, None] = {}
+        """Tiers whose backlog has more to be considered."""
         self._missing: Iterator[Entry] | None = None
         """Objects that were stored while some tier was not available."""
         tiers.on_suspend(self._suspend_tier)
         tiers.on_available(self._write_missing)
 
     def __len__(self) -> int:
-        """Writes that run or wait, in the backlog as well."""
+        """Writes that run or wait, in the backlog as well. Not those that have failed, whatever is
+        tried later: they are counted, and no shutdown waits for them."""
         return len(self._writes) + sum(map(len, self._backlogs.values()))
 
     @property
     def busy(self) -> bool:
         """Whether ``run`` has something to do."""
-        return self._missing is not None
+        return self._missing is not None or bool(self._drawing)
 
     def run(self) -> None:
-        """Considers the next objects that were stored while some tier was not available."""
+        """Considers the next objects of backlogs, and of those that were stored while some tier was
+        not available."""
+        if self._drawing:
+            secondary = next(iter(self._drawing))
+            del self._drawing[secondary]
+            self._draw(secondary)
+            return
         if self._missing is None:
             return
-        part = list(islice(self._missing, MISSING_PER_RUN))
+        part = list(islice(self._missing, CONSIDERED_PER_RUN))
         for entry in part:
             if (
                 self._resident.get(entry.namespace, entry.key) is entry
@@ -154,7 +185,7 @@ class WriteThrough:
                 and not entry.evicting
             ):
                 self.maybe_write(entry)
-        if len(part) < MISSING_PER_RUN:
+        if len(part) < CONSIDERED_PER_RUN:
             self._missing = None
 
     def configured(self) -> None:
@@ -162,7 +193,8 @@ class WriteThrough:
         what another policy kept out, or what has failed."""
         for secondary in self._tiers.all:
             self._stop_timer(secondary)
-            self._draw(secondary)
+            self._forget_failed(secondary)
+            self._drawing[secondary] = None
         self._write_missing()
 
     def maybe_write(self, entry: Entry) -> None:
@@ -274,15 +306,69 @@ class WriteThrough:
         else:
             self._context.count("tier_writes_failed", secondary.name, reason_of(error))
         self._release(secondary, entry, size)
-        if error is not None:
+        members = self._tiers.group_of(secondary).members
+        if error is None:
+            for member in members:
+                if self._trials.get(member) is entry:
+                    self._failed[member].move_to(self._backlogs[member])
+                    self._forget_failed(member)
+        else:
             self._tiers.note_error(secondary, entry.namespace, entry.key, error)
-        for member in self._tiers.group_of(secondary).members:
+            # What exceeds a tenant's share fails again, and a tier that is suspended gets all that
+            # it lacks when it is available.
+            if secondary.usable and not isinstance(error, TierQuotaError):
+                self._retry_later(secondary, entry)
+        for member in members:
             self._draw(member)
+
+    def _retry_later(self, secondary: SecondaryTier, entry: Entry) -> None:
+        """A write has failed. Another one will be tried later."""
+        if not entry.evicting and self._resident.get(entry.namespace, entry.key) is entry:
+            self._failed[secondary].add(entry)
+            self._start_retry_timer(secondary)
+
+    def _start_retry_timer(self, secondary: SecondaryTier) -> None:
+        if secondary in self._retry_timers:
+            return
+        seconds = self._retry_seconds.get(secondary, FIRST_RETRY_SECONDS)
+        self._retry_seconds[secondary] = min(2 * seconds, LONGEST_RETRY_SECONDS)
+        self._retry_timers[secondary] = self._context.timers.at(
+            self._context.clock() + seconds, partial(self._retry, secondary)
+        )
+
+    def _retry(self, secondary: SecondaryTier) -> None:
+        """Tries one of the writes that have failed, the others if it succeeds."""
+        del self._retry_timers[secondary]
+        failed = self._failed[secondary]
+        for _ in range(CONSIDERED_PER_RUN):
+            entry = failed.first()
+            if entry is None:
+                self._retry_seconds.pop(secondary, None)
+                return
+            failed.remove(entry)
+            self._trials[secondary] = entry
+            self.maybe_write(entry)
+            if entry.busy & secondary.bit:
+                break
+        if len(failed):
+            self._start_retry_timer(secondary)
+
+    def _forget_failed(self, secondary: SecondaryTier) -> None:
+        """The tier takes writes again, or what failed is written elsewhere."""
+        self._failed[secondary].clear()
+        self._trials.pop(secondary, None)
+        self._retry_seconds.pop(secondary, None)
+        timer = self._retry_timers.pop(secondary, None)
+        if timer is not None:
+            timer.cancel()
 
     def _draw(self, secondary: SecondaryTier) -> None:
         """Starts writes of the backlog for which the tier has room again."""
         backlog = self._backlogs[secondary]
-        while secondary.usable and (entry := backlog.first()) is not None:
+        for _ in range(CONSIDERED_PER_RUN):
+            entry = backlog.first() if secondary.usable else None
+            if entry is None:
+                return
             size = 0 if entry.meta is None else entry.meta.payload_bytes
             if self._pending_bytes(secondary) and not self._has_room(secondary, size):
                 return
@@ -290,6 +376,7 @@ class WriteThrough:
                 return
             backlog.remove(entry)
             self.maybe_write(entry)
+        self._drawing[secondary] = None
 
     def _await_budget(self, secondary: SecondaryTier) -> bool:
         """Draws from the backlog again when the tier's budget allows a write; False if it does."""
@@ -328,6 +415,7 @@ class WriteThrough:
                 self._context.count("tier_writes_dropped", secondary.name, "breaker")
                 self._budgets[secondary.index].give_back(entry.meta.payload_bytes)
                 self._release(secondary, entry, entry.meta.payload_bytes)
+        self._forget_failed(secondary)
         if self._tiers.group_of(secondary).usable:
             self._backlogs[secondary].clear()
             self._write_missing()

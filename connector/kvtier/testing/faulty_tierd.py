@@ -3,12 +3,13 @@
     python -m kvtier.testing.faulty_tierd --topology DIR --faults FILE
 
 Everything is the real daemon; only its secondary tiers are wrapped. ``FILE`` is JSON, is read
-before every call of a tier and may be absent (no faults): ``{"read": {...}, "write": {...}}``, each
-with any of
+before every call of a tier and may be absent (no faults): ``{"read": {...}, "write": {...}}``, with
+``"only": NAME`` for a single tier or volume of a tier. Each operation has any of
 
 * ``fail``: every call raises "unavailable"; ``no_space``: it raises "no space";
 * ``fail_after``: that many calls since the file was last replaced succeed, later ones raise;
-* ``delay_seconds``: every call takes that much longer;
+* ``delay_seconds``: every call takes that much longer, or with ``delay_after`` every one after
+  that many since the file was last replaced;
 * ``hang``: calls hang until the file is replaced by one without this key, and then raise.
 """
 
@@ -37,7 +38,7 @@ class FaultFile:
         self._path = path
         self._lock = threading.Lock()
         self._seen: tuple[int, int] | None = None
-        self._faults: dict[str, dict[str, Any]] = {}
+        self._faults: dict[str, Any] = {}
         self._calls: dict[str, int] = {}
 
     def of(self, operation: str) -> tuple[dict[str, Any], int]:
@@ -48,6 +49,12 @@ class FaultFile:
             self._reload()
             self._calls[operation] = self._calls.get(operation, 0) + 1
             return self._faults.get(operation, {}), self._calls[operation]
+
+    def concerns(self, name: str) -> bool:
+        """Whether the faults are those of the tier or volume of this name."""
+        with self._lock:
+            self._reload()
+            return self._faults.get("only", name) == name
 
     def hangs(self, operation: str) -> bool:
         """Whether calls of the operation hang."""
@@ -74,12 +81,15 @@ class FileControlledTier(FaultyTier):
         self._faults = faults
 
     def _inject(self, operation: str) -> None:
+        if not self._faults.concerns(self.name):
+            return
         faults, call = self._faults.of(operation)
         if faults.get("hang"):
             while self._faults.hangs(operation):
                 time.sleep(POLL_SECONDS)
             raise TierUnavailableError(f"{operation} hung (injected)")
-        time.sleep(float(faults.get("delay_seconds", 0)))
+        if call > int(faults.get("delay_after", 0)):
+            time.sleep(float(faults.get("delay_seconds", 0)))
         if faults.get("no_space"):
             raise TierNoSpaceError(f"no space for {operation} (injected)")
         if faults.get("fail") or call > int(faults.get("fail_after", call)):

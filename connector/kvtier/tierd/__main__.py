@@ -116,6 +116,7 @@ def main(arguments: Sequence[str] | None = None, wrap_tier: WrapTier | None = No
             structural=None if given.structural is None else given.structural.absolute(),
             token_file=None if given.token_file is None else given.token_file.absolute(),
             data_bytes=given.data_bytes,
+            owns_process=True,
         )
     )
 

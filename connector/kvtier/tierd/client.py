@@ -9,9 +9,9 @@ States::
                              └─────SessionRefused────▶ refused ──30 s──▶ absent
 
 A session is *lost* when no message arrives for ``SESSION_TIMEOUT_SECONDS``, the socket closes,
-tierd sends ``Bye``, or the queue is full. Each loss is reported once through ``on_lost``. Nothing
-is sent or received until the caller confirms with ``reattach`` that it has drained the lost epoch:
-tierd then gives its slots to others.
+tierd sends ``Bye``, the queue is full, or the caller gives it up with ``drop``. Each loss is
+reported once through ``on_lost``. Nothing is sent or received until the caller confirms with
+``reattach`` that it has drained the lost epoch: tierd then gives its slots to others.
 """
 
 from __future__ import annotations
@@ -132,6 +132,7 @@ class TierdClient:
 
         self._outgoing: deque[bytes] = deque()
         self._overflow = False
+        self._drop_reason = ""
         self._drained_epoch = 0
         self._reattach_allowed = True
         self._closing = False
@@ -203,6 +204,13 @@ class TierdClient:
             self._reattach_allowed = self._reattach_allowed or self.state is ClientState.WAITING
         self._wake()
 
+    def drop(self, reason: str) -> None:
+        """Gives up the session, whatever its state, as if tierd were lost: ``on_lost`` is called,
+        and nothing is sent before ``reattach``. tierd closes the engine."""
+        with self._lock:
+            self._drop_reason = reason
+        self._wake()
+
     def close(self, timeout_seconds: float = 2.0) -> None:
         """Sends queued messages and ``Bye`` and ends the I/O thread, within the timeout."""
         with self._lock:
@@ -265,6 +273,8 @@ class TierdClient:
 
     def _step(self) -> None:
         now = self._clock()
+        if self._drop_reason:
+            self._give_up()
         connection = self._connection
         if connection is None:
             if not self._closing:
@@ -451,6 +461,13 @@ class TierdClient:
         if not self._closing:
             _log.warning("lost the session with tierd: %s", reason)
             self._call(lambda: self._on_lost(reason))
+
+    def _give_up(self) -> None:
+        with self._lock:
+            reason, self._drop_reason = self._drop_reason, ""
+            # Also a client that is connecting, or may reattach, waits.
+            self.state, self._reattach_allowed = ClientState.ATTACHED, False
+        self._session_lost(reason)
 
     def _rejected(self, reason: str) -> None:
         was_attached = self.state is ClientState.ATTACHED

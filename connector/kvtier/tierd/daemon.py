@@ -45,6 +45,7 @@ from kvtier.tierd.fencing import (
     StartupFence,
     find_orphaned_reads,
 )
+from kvtier.tierd.garbage import BoundedCollections
 from kvtier.tierd.host_pool import PoolAllocation, describe_namespace
 from kvtier.tierd.http import BearerToken
 from kvtier.tierd.live_config import LiveConfigWatcher
@@ -101,6 +102,8 @@ class DaemonOptions:
     """The structural document, if not the one in the topology directory."""
     token_file: Path | None = None
     data_bytes: int | None = None
+    owns_process: bool = False
+    """Whether the process has no other purpose, so that its garbage collector may be bounded."""
 
 
 class TierDaemon:
@@ -134,6 +137,7 @@ class TierDaemon:
         self._progress: tuple[int, float] = (0, 0.0)
         self._reads: ReadLogFile | None = None
         self._orphaned_reads: list[OrphanedReadsFile] = []
+        self._collections: BoundedCollections | None = None
         self._built = build_tiers(self._topology, options.wrap_tier)
         self._live_config = LiveConfigWatcher(
             options.topology_directory, structural, options.structural is not None
@@ -258,6 +262,7 @@ class TierDaemon:
             self._open_store_when_allocated(loop, fence)
             self._apply_live(loop)
             self._apply_keys(loop)
+            self._collect_garbage(loop, now)
             self._reporter.update(now, lambda: self._snapshot_inputs(loop, fence))
             if self._is_finished(loop, now):
                 return
@@ -306,6 +311,14 @@ class TierDaemon:
             Pool(str(pool.path), pool.bytes, names),
             (lambda: self._unfence(store)) if fenced else None,
         )
+
+    def _collect_garbage(self, loop: ServerLoop, now: float) -> None:
+        if loop.dispatcher is None or not self._options.owns_process:
+            return
+        if self._collections is None:
+            self._collections = BoundedCollections(now)
+        store = loop.dispatcher.store
+        self._collections.run(now, not store.pinned_bytes and not store.pending_stores())
 
     def _release_orphaned_reads(self, loop: ServerLoop) -> None:
         if loop.dispatcher is None:

@@ -51,6 +51,7 @@ from kvtier.tierd.wire import (
     Prefetch,
     Promote,
     Promoted,
+    Queued,
     Ready,
     Reserve,
     Resync,
@@ -222,7 +223,10 @@ class Dispatcher:
             )
         elif isinstance(message, Prefetch):
             owner = self._owner(message.owner)
-            store.prefetch(name, message.promotion, message.keys, owner)
+            store.prefetch(name, message.promotion, message.keys, owner, message.queued)
+        elif isinstance(message, Queued):
+            for number, keys in message.requests:
+                store.queue(name, number, keys)
         elif isinstance(message, Cancel):
             store.cancel(name, message.promotion)
         elif isinstance(message, Load):

@@ -24,8 +24,8 @@ from kvtier.tierd.wire import Delta, EvictionAck, EvictionNotice, Message, Usabl
 SNAPSHOT_KEYS = 512
 """Keys in one message: about 20 KB, about a millisecond to collect and encode."""
 PIECES_PER_CALL = 2
-"""Together twice as many keys as the store adds per iteration while it lists a tier, so that a
-snapshot overtakes the listing."""
+"""Of all snapshots together, in turns: about 2 ms of the loop. Together five times as many keys as
+the store adds per iteration while it lists a tier, so that snapshots overtake the listing."""
 MAX_DEFERRED_KEYS = 65_536
 """Changes that wait behind a snapshot. Beyond that, a new snapshot is shorter."""
 _PARTS = 16
@@ -175,12 +175,16 @@ class ReplicaPublisher:
         self.flush()
         for token in [token for token, (_, until) in self._tokens.items() if now > until]:
             del self._tokens[token]
-        busy = False
-        for route, replica in list(self._replicas.items()):
+        left = PIECES_PER_CALL * SNAPSHOT_KEYS
+        behind = deque(route for route, replica in self._replicas.items() if replica.behind)
+        while behind and left > 0:
+            route = behind.popleft()
+            # What was served last comes last: the dictionary keeps the order of insertion.
+            replica = self._replicas[route] = self._replicas.pop(route)
+            left -= max(1, self._continue_snapshot(route, replica, min(left, SNAPSHOT_KEYS)))
             if replica.behind:
-                self._continue_snapshot(route, replica)
-                busy = busy or replica.behind
-        return busy
+                behind.append(route)
+        return bool(behind)
 
     def _start_snapshot(self, replica: _ReplicaState) -> None:
         replica.snapshot = iter(self._presence(replica.namespace))
@@ -188,8 +192,9 @@ class ReplicaPublisher:
         replica.deferred.clear()
         replica.deferred_keys = 0
 
-    def _continue_snapshot(self, route: bytes, replica: _ReplicaState) -> None:
-        left = SNAPSHOT_KEYS * PIECES_PER_CALL
+    def _continue_snapshot(self, route: bytes, replica: _ReplicaState, keys: int) -> int:
+        """Sends up to about so many keys; returns how many it sent."""
+        left = keys
         while left > 0 and (snapshot := replica.snapshot) is not None:
             piece = list(islice(snapshot, SNAPSHOT_KEYS))
             if piece or replica.first:
@@ -200,10 +205,11 @@ class ReplicaPublisher:
             left -= len(piece)
         while replica.snapshot is None and replica.deferred and left > 0:
             item = replica.deferred.popleft()
-            keys = _keys_of(item)
-            replica.deferred_keys -= keys
-            left -= keys
+            size = _keys_of(item)
+            replica.deferred_keys -= size
+            left -= size
             self._transmit(route, replica, item)
+        return keys - left
 
     def _emit(
         self,

@@ -3,7 +3,8 @@
 A slot of a group holds the shards of the ranks that write, in rank order, each at an aligned
 offset. Pipeline stages with different numbers of layers have shards of different sizes. Ranks that
 hold the same bytes, as with MLA under tensor parallelism, share one shard: the first of them writes
-it, and all of them read it.
+it, and all of them read it. A rank whose shard has 0 bytes, as a pipeline stage without a layer of
+the group, is no writer and has no place in the slot.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ MAX_SHARD_BYTES = 1 << 40
 @dataclass(frozen=True, slots=True)
 class ShardRange:
     """Bytes ``offset`` to ``offset + size_bytes`` of a slot. ``writes``: whether this rank stores
-    it."""
+    it; never if it has 0 bytes."""
 
     offset: int
     size_bytes: int
@@ -64,8 +65,10 @@ def slot_layouts(
 
 def _layout(group: int, sizes: Sequence[int], writer_of: tuple[int, ...]) -> SlotLayout:
     where = f"group {group}: shards of {list(sizes)} bytes, written by ranks {list(writer_of)}"
-    if not all(0 < size <= MAX_SHARD_BYTES for size in sizes):
-        raise ValueError(f"{where}: sizes must be between 1 and {MAX_SHARD_BYTES} bytes")
+    if not all(0 <= size <= MAX_SHARD_BYTES for size in sizes):
+        raise ValueError(f"{where}: sizes must be between 0 and {MAX_SHARD_BYTES} bytes")
+    if not any(sizes):
+        raise ValueError(f"{where}: at least one must have bytes")
     if len(writer_of) != len(sizes) or not all(0 <= each < len(sizes) for each in writer_of):
         raise ValueError(f"{where}: must name one of {len(sizes)} ranks for each rank")
     for rank, writer in enumerate(writer_of):
@@ -73,7 +76,7 @@ def _layout(group: int, sizes: Sequence[int], writer_of: tuple[int, ...]) -> Slo
             raise ValueError(f"{where}: rank {writer} must write what rank {rank} reads")
         if sizes[rank] != sizes[writer]:
             raise ValueError(f"{where}: ranks {writer} and {rank} must have shards of one size")
-    writers = tuple(sorted(set(writer_of)))
+    writers = tuple(sorted(writer for writer in set(writer_of) if sizes[writer]))
     offsets: dict[int, int] = {}
     end = 0
     for writer in writers:
@@ -84,7 +87,7 @@ def _layout(group: int, sizes: Sequence[int], writer_of: tuple[int, ...]) -> Slo
         writers=writers,
         shard_bytes=tuple(sizes[writer] for writer in writers),
         ranges=tuple(
-            ShardRange(offsets[writer], sizes[rank], writer == rank)
+            ShardRange(offsets.get(writer, 0), sizes[rank], writer == rank and sizes[rank] > 0)
             for rank, writer in enumerate(writer_of)
         ),
     )

@@ -20,7 +20,7 @@ import msgspec
 from kvtier import __version__
 from kvtier.store.types import NO_OWNER, Owner
 
-PROTOCOL = f"{__version__}/12"
+PROTOCOL = f"{__version__}/13"
 SOCKET_NAME = "tierd.sock"
 POOL_NAME = "pool"
 GENERATIONS_NAME = "generations"
@@ -159,16 +159,32 @@ class Promote(Message, frozen=True, kw_only=True):
 class Prefetch(Message, frozen=True, kw_only=True):
     """Scheduler: a request waits in the engine's queue; bring the prefix of ``keys`` into RAM as
     far as that costs nothing else. No answer. ``Cancel`` with the same number ends it. ``owner``:
-    of the request.
+    of the request. ``queued``: its number in ``Queued``, 0 if it has none: what has arrived is
+    protected as well.
     """
 
     promotion: int
     keys: tuple[tuple[int, bytes], ...]
     owner: Owner = NO_OWNER
+    queued: int = 0
+
+
+class Queued(Message, frozen=True, kw_only=True):
+    """Scheduler: these requests wait in the engine's queue and are going to use prefixes that are
+    in RAM. They are evicted when nothing else can be, those of the last requests first.
+
+    ``requests``: (number, keys) in the order of the queue. ``keys``: (group, key) of the last
+    object of the prefix, at most one of each group; what precedes it is protected by it. A number
+    is one of a promotion. Naming a request again replaces its keys of these groups. No answer.
+    ``Cancel`` with the number ends it; so does time (``store/queued_requests.py``).
+    """
+
+    requests: tuple[tuple[int, tuple[tuple[int, bytes], ...]], ...]
 
 
 class Cancel(Message, frozen=True, kw_only=True):
-    """Scheduler: no request waits for this promotion, or a prefetch has ended."""
+    """Scheduler: no request waits for this promotion, a prefetch has ended, or a request has left
+    the queue."""
 
     promotion: int
 
@@ -349,6 +365,7 @@ FromEngine = (
     | Abort
     | Promote
     | Prefetch
+    | Queued
     | Cancel
     | Load
     | LoadReleased

@@ -8,7 +8,8 @@ group on one rank) is
     each page:   its bytes in the order of the engine's memory, without padding
 
 A group's object has all blocks of the chunk, or the last ones, where nothing needs the others
-(sliding windows, linear states).
+(sliding windows, linear states). A pipeline stage without a layer of a group has a shard of 0
+bytes.
 
 The order is block-major so that any run of blocks is one contiguous range of the slot: a load that
 starts inside a chunk takes one transfer, like a whole one. If all layers of a block are contiguous
@@ -122,7 +123,7 @@ class StridedSegment:
 
 @dataclass(frozen=True, slots=True)
 class GroupLayout:
-    """One KV cache group.
+    """One KV cache group, which has no layers if they are all on other pipeline stages.
 
     ``block_size``: in tokens. ``blocks_per_chunk``: blocks of one object. ``block_bytes``: one
     block, over all layers.
@@ -189,6 +190,8 @@ def build_codec(
         _group(kv_caches, group, num_blocks, chunk_tokens, index)
         for index, group in enumerate(cache_config.kv_cache_groups)
     )
+    if not any(group.layers for group in groups):
+        raise CodecError("this rank has no layer of any KV cache group")
     if object_blocks:
         groups = tuple(
             _cut(group, blocks, index)
@@ -347,11 +350,6 @@ def _group(
             seen.add(place)
             layers.append(layout)
             tensors.append(tensor)
-    if not layers:
-        raise CodecError(
-            f"group {index} has no layers on this rank: every pipeline stage must have a layer of "
-            "each KV cache group"
-        )
     segments = _segments(layers, tensors)
     return GroupLayout(
         layers=tuple(layers),

@@ -127,7 +127,7 @@ class CudaCopyEngine(CopyEngine):
         super().__init__(codec, in_flight_bytes or 2 * STAGING_BUFFERS * staging_bytes)
         self._fixed_limit = in_flight_bytes is not None
         self._views = segment_views(kv_caches, codec)
-        self._device = self._views[0][0].cache.device
+        self._device = next(view.cache.device for group in self._views for view in group)
         self._runs = tuple(
             block_runs(kv_caches, codec, group) for group in range(len(codec.groups))
         )
@@ -145,7 +145,7 @@ class CudaCopyEngine(CopyEngine):
                 Direction.TO_DEVICE: self._lane(priority=-1),
                 Direction.TO_HOST: self._lane(priority=0),
             }
-        smallest = min(group.block_bytes for group in codec.groups)
+        smallest = min(group.block_bytes for group in codec.groups if group.layers)
         self.batch_bytes = min(BATCH_BYTES, smallest * TABLE_ROWS)
         self._describe()
 

@@ -82,6 +82,9 @@ class CopyEngine(ABC):
         self._in_flight = dict.fromkeys(Direction, 0)
         self._handles: set[CopyHandle] = set()
         self._pool: HostPool | None = None
+        self._empty_groups = frozenset(
+            index for index, group in enumerate(codec.groups) if not group.layers
+        )
 
     @property
     def codec(self) -> Codec:
@@ -193,12 +196,18 @@ class CopyEngine(ABC):
         the caller has called ``check`` for every copy. Raises
         ``CopyError`` for an invalid address, before anything has started, or if the device fails.
         If the device still runs a part of the copies then, the handle is returned all the same, and
-        ``done`` raises once that part has ended.
+        ``done`` raises once that part has ended. Copies of groups that have no layers on this rank
+        move nothing.
         """
         invalid = None if checked else self.first_invalid(copies)
         if invalid is not None:
             raise CopyError(f"invalid copy: {invalid[1]}")
+        if self._empty_groups:
+            copies = [copy for copy in copies if copy.group not in self._empty_groups]
         handle = CopyHandle(direction, sum(self.copy_bytes(copy) for copy in copies))
+        if not copies:
+            handle.finished = True
+            return handle
         self._in_flight[direction] += handle.total_bytes
         self._handles.add(handle)
         try:

@@ -45,13 +45,15 @@ def verify_round_trip(
     engine: CopyEngine,
     scratch: Scratch = pageable_scratch,
 ) -> None:
-    """Checks every group. Raises ``RoundTripError`` or ``CopyError``.
+    """Checks every group that has layers on this rank. Raises ``RoundTripError`` or ``CopyError``.
 
     Call it on the thread that launches the engine's kernels, before the transfer thread starts. It
     uses blocks at the end of the cache, never block 0 (vLLM's null block).
     """
     tensors = layer_tensors(kv_caches, codec)
     for group_index, group in enumerate(codec.groups):
+        if not group.layers:
+            continue
         count = min(group.blocks_per_chunk, (codec.num_blocks - 2) // 2, 3)
         sources = tuple(codec.num_blocks - 1 - 2 * i for i in range(count))
         targets = tuple(block - 1 for block in reversed(sources))

@@ -371,9 +371,10 @@ class TestExplain:
         assert answer == {
             "path": "spec.chunkTokens",
             "type": "integer",
-            "description": "Number of tokens in a chunk, the unit of storage and lookup.",
+            "description": "Number of tokens in a chunk, the unit of storage and lookup. If not "
+            "set, 64, and 256 with another connector than KVTier.",
             "required": False,
-            "default": 256,
+            "default": None,
             "change": "structural",
             "accepted": "a multiple of 16 from 16 to 65536",
             "enum": [],

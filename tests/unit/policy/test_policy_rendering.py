@@ -114,8 +114,9 @@ class TestContentHash:
         # A field left out and the same field with its default are different texts: defaults change,
         # texts do not.
         bare = _policy({"spec.chunkTokens": REMOVED})
-        assert bare.spec.chunk_tokens == _policy().spec.chunk_tokens
-        assert content_hash(bare.spec) != content_hash(_policy().spec)
+        given = _policy({"spec.chunkTokens": bare.spec.tokens_per_chunk})
+        assert bare.spec.tokens_per_chunk == given.spec.tokens_per_chunk
+        assert content_hash(bare.spec) != content_hash(given.spec)
 
     def test_is_the_same_whether_an_object_of_live_fields_was_filled_in(self) -> None:
         bare = _policy({"spec.attach": REMOVED})

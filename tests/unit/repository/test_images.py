@@ -29,6 +29,21 @@ ROOT = Path(__file__).resolve().parents[3]
 NAMES = builder.IMAGES
 NOT_IN_THE_OPERATOR = {"blake3", "numpy", "psutil", "pyzmq"}
 PLACE = "opt/kvtier"
+SERVER = "https://127.0.0.1:1"
+KUBECONFIG = f"""
+apiVersion: v1
+kind: Config
+current-context: a
+contexts: [{{name: a, context: {{cluster: c, user: u}}}}]
+clusters: [{{name: c, cluster: {{server: '{SERVER}'}}}}]
+users: [{{name: u, user: {{token: x}}}}]
+"""
+READ_KUBECONFIG = """
+import asyncio, os, pathlib
+os.environ.setdefault("HOME", "/")  # as the command does
+from kvtier_operator.kube.credentials import load
+print(asyncio.run(load(pathlib.Path("/kubeconfig"))).server)
+"""
 
 
 def test_the_variant_with_lmcache_has_the_version_that_the_tier_requires() -> None:
@@ -234,7 +249,9 @@ def test_commands_run_as_any_user_without_anything_of_this_machine(
                 with tarfile.open(fileobj=blob(tar, layer["digest"]), mode="r:*") as content:
                     content.extractall(tmp_path / name, filter="fully_trusted")
 
-    def run(image: str, *command: str) -> str:
+    def run(image: str, *command: str, status: int = 0) -> str:
+        """What the command prints, or its errors if it is expected to fail."""
+
         def enter() -> None:
             os.chroot(tmp_path / image)
             os.chdir("/")
@@ -252,8 +269,8 @@ def test_commands_run_as_any_user_without_anything_of_this_machine(
             timeout=60,
             check=False,
         )
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
+        assert done.returncode == status, done.stderr
+        return (done.stderr if status else done.stdout).strip()
 
     assert run("payload", "/usr/local/bin/kvtier-sidecar", "--version") == run(
         "operator", "/usr/local/bin/kvtier-operator", "version"
@@ -262,6 +279,12 @@ def test_commands_run_as_any_user_without_anything_of_this_machine(
         assert run(image, "/usr/local/bin/kvtier", "--version") == f"kvtier {__version__}"
     libraries = "import ssl, sqlite3, ctypes, lzma, zoneinfo; zoneinfo.ZoneInfo('Europe/Paris')"
     run("operator", "/usr/local/bin/python3", "-c", libraries)
+    (tmp_path / "operator/kubeconfig").write_text(KUBECONFIG)
+    assert run("operator", "/usr/local/bin/python3", "-c", READ_KUBECONFIG) == SERVER
+    controller = ("/usr/local/bin/kvtier-operator", "controller", "--kubeconfig", "/missing")
+    error = run("operator", *controller, status=2)
+    assert "/missing" in error
+    assert "Traceback" not in error
     target = tmp_path / "payload/payload"
     target.mkdir()
     target.chmod(0o777)  # as a fresh volume is

@@ -16,6 +16,8 @@ from tests.support.hybrid_world import CHUNK, LAYOUTS, World, WorldOptions, Wron
 from kvtier.config.models import Selection
 from kvtier.engines.common.worker_state import SlotGenerations
 from kvtier.planner import GroupKind, KVCacheGroup
+from kvtier.transfer.codec import Codec
+from kvtier.transfer.engine import CopyEngine
 
 SCHEDULES = 500
 BATCHES = 20
@@ -52,19 +54,57 @@ def test_a_prompt_is_reloaded_in_every_layout(layout: str, ranks: int, directory
     assert world.connector._off_reason == ""
 
 
+def _missing(layout: str, ranks: int, random: Random) -> frozenset[tuple[int, int]]:
+    """Pairs of a rank and a group without layers on it. Every rank has layers, and every group."""
+    groups = list(range(len(LAYOUTS[layout]())))
+    if ranks < 2 or len(groups) < 2 or random.random() < 0.5:
+        return frozenset()
+    without = random.sample(groups, random.randrange(1, len(groups)))
+    stages = [0, 1] if random.random() < 0.5 else [1, 0]
+    missing = {(stages[0], group) for group in without}
+    if random.random() < 0.5:
+        missing.add((stages[1], random.choice([each for each in groups if each not in without])))
+    return frozenset(missing)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("layout", [name for name in sorted(LAYOUTS) if len(LAYOUTS[name]()) > 1])
+def test_a_prompt_is_reloaded_where_a_stage_has_no_layer_of_a_group(
+    layout: str, rank: int, directory: Path
+) -> None:
+    for group in range(len(LAYOUTS[layout]())):
+        missing = frozenset({(rank, group)})
+        world = World(WorldOptions(layout, directory, 2, missing=missing), Random(1))
+        tokens = list(range(10, 10 + 5 * CHUNK + 9))
+        world.add("first", tokens, 5)
+        world.drain()
+        assert world.scheduler.reset_prefix_cache()
+        world.add("second", [*tokens, 7, 8], 5)
+        world.drain()
+        assert sum(world.kvtier.loads.in_flight.loaded_tokens.values()) >= 4 * CHUNK
+        assert not world.kvtier.loads.in_flight.counts.failures
+        assert not any(
+            copy.group == group
+            for _, copies, _ in world.ranks[rank].copies.submitted
+            for copy in copies
+        )
+
+
 def run_schedule(seed: int, directory: Path) -> World:
     """Runs one random schedule to its end. Raises ``AssertionError``."""
     random = Random(seed)
     layouts = sorted(LAYOUTS)
+    layout, ranks = layouts[seed % len(layouts)], random.choice((1, 1, 2))
     options = WorldOptions(
-        layouts[seed % len(layouts)],
+        layout,
         directory,
-        ranks=random.choice((1, 1, 2)),
+        ranks=ranks,
         blocks=random.choice((60, 90, 200)),
         slots=random.choice((6, 20, 60)),
         step_tokens=random.choice((64, 128, 256)),
         seqs=random.choice((2, 4, 8)),
         selection=random.choice(list(Selection)),
+        missing=_missing(layout, ranks, Random(seed)),
     )
     world = World(options, random)
     move = random.choice((0.2, 0.5, 1.0))
@@ -133,7 +173,10 @@ def test_random_schedules_read_no_wrong_byte_and_forget_and_leak_nothing(
     assert loaded > 10 * CHUNK
 
 
-@pytest.mark.parametrize("fault", ["generations are not compared", "a block is not loaded"])
+@pytest.mark.parametrize(
+    "fault",
+    ["generations are not compared", "a block is not loaded", "a stage copies no group at all"],
+)
 def test_the_schedules_find_wrong_bytes(
     fault: str, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,6 +187,15 @@ def test_the_schedules_find_wrong_bytes(
             return original(self, end_tokens) + (self.kind is GroupKind.SLIDING)
 
         monkeypatch.setattr(KVCacheGroup, "first_needed_block", later)
+    elif fault == "a stage copies no group at all":
+        prepare = CopyEngine.__init__
+
+        def without_groups(self: CopyEngine, codec: Codec, *arguments: int) -> None:
+            prepare(self, codec, *arguments)
+            if self._empty_groups:
+                self._empty_groups = frozenset(range(len(codec.groups)))
+
+        monkeypatch.setattr(CopyEngine, "__init__", without_groups)
     else:
         monkeypatch.setattr(SlotGenerations, "unchanged", lambda _, slots, found: len(slots))
     with pytest.raises(WrongByteError):

@@ -149,10 +149,88 @@ class TestEveryPolicy:
         assert sorted(evict_all(policy)) == [0, 1, 2, 3]
         assert policy._nodes == {}
 
+    def test_what_queued_requests_use_is_evicted_last_and_the_last_of_the_queue_first(
+        self, make
+    ) -> None:  # type: ignore[no-untyped-def]
+        policy = make(before)
+        admit(policy, 0, 1, 2, 10, 11, 20, 21, 30, 31)
+        policy.await_item(2, 1)
+        policy.await_item(11, 2)
+        policy.await_item(21, 3)
+        # Of the request that loses its prefix nothing is left before another one loses anything.
+        assert evict_all(policy) == [31, 30, 21, 20, 11, 10, 2, 1, 0]
+
+    def test_what_no_queued_request_uses_any_longer_has_its_place_in_the_order_of_use(
+        self, make
+    ) -> None:  # type: ignore[no-untyped-def]
+        policy = make(before)
+        admit(policy, *range(0, 200, 10))
+        policy.await_item(50, 1)
+        policy.await_item(150, 2)
+        assert [evict(policy) for _ in range(10)] == [0, 10, 20, 30, 40, 60, 70, 80, 90, 100]
+        policy.await_item(50, 0)
+        policy.await_item(150, 0)
+        assert evict_all(policy) == [50, *range(110, 200, 10)]
+
+    def test_of_requests_that_use_one_object_the_first_one_counts(self, make) -> None:  # type: ignore[no-untyped-def]
+        policy = make()
+        admit(policy, 1, 2, 3)
+        policy.await_item(1, 7)
+        policy.await_item(2, 5)
+        policy.await_item(3, 6)
+        policy.await_item(1, 4)
+        assert evict_all(policy) == [3, 2, 1]
+
+    def test_an_awaited_object_is_not_evicted_while_it_is_parked_or_followed(self, make) -> None:  # type: ignore[no-untyped-def]
+        policy = make(before)
+        admit(policy, 0, 1, 10, 20)
+        for rank, item in enumerate((10, 0, 20), start=1):
+            policy.await_item(item, rank)
+        policy.park(20)
+        assert [evict(policy), evict(policy), evict(policy)] == [1, 0, 10]
+        assert evict(policy) is None
+        policy.offer(20)
+        assert evict(policy) == 20
+        assert policy._tree._awaited._ranks == {}
+
+    def test_an_awaited_object_that_is_admitted_again_is_as_any_other(self, make) -> None:  # type: ignore[no-untyped-def]
+        policy = make()
+        admit(policy, 1, 2)
+        policy.await_item(1, 1)
+        policy.forget(1)
+        policy.await_item(1, 1)
+        admit(policy, 1)
+        use(policy, 2)
+        assert evict_all(policy) == [1, 2]
+
+    def test_what_is_retained_is_evicted_before_what_is_awaited(self, make) -> None:  # type: ignore[no-untyped-def]
+        policy = make()
+        admit(policy, 1, 2, 3, 4)
+        policy.await_item(1, 1)
+        policy.retain(2, True)
+        assert evict_all(policy) == [3, 4, 2, 1]
+
+    def test_a_tenant_above_its_share_loses_what_is_awaited_last(self, make) -> None:  # type: ignore[no-untyped-def]
+        policy = type(make())(
+            lambda item: item, before, tenant=lambda item: b"ab"[item // 30 :][:1]
+        )
+        admit(policy, 0, 10, 20, 30, 40, 50)
+        policy.await_item(0, 1)
+        policy.await_item(10, 2)
+        policy.await_item(40, 3)
+        victims = []
+        while (victim := policy.next_of(b"a")) is not None:
+            victims.append(victim)
+            policy.forget(victim)
+        assert victims == [20, 10, 0]
+        assert evict_all(policy) == [30, 50, 40]
+
     @given(
         steps=st.lists(
             st.tuples(
-                st.sampled_from(("admit", "park", "offer", "hit", "victim", "stay", "leave")),
+                st.sampled_from(
+                    ("admit", "park", "offer", "hit", "victim", "stay", "leave", "await", "end")
+                ),
                 st.integers(0, 11),
             ),
             max_size=80,
@@ -165,7 +243,9 @@ class TestEveryPolicy:
         policy = make(shape)
         offered: set[int] = set()
         held: set[int] = set()
-        for what, item in steps:
+        awaited: dict[int, int] = {}
+        for rank, (what, item) in enumerate(steps, start=1):
+            awaited = {each: awaited[each] for each in awaited if each in offered | held}
             if what == "admit" and item not in offered | held:
                 admit(policy, item)
                 offered.add(item)
@@ -179,6 +259,12 @@ class TestEveryPolicy:
                 offered.add(item)
             elif what == "hit" and item in offered | held:
                 policy.hit(item)
+            elif what == "await" and item in offered | held:
+                awaited[item] = min(rank, awaited.get(item, rank))
+                policy.await_item(item, awaited[item])
+            elif what == "end":
+                awaited.pop(item, None)
+                policy.await_item(item, 0)
             elif what == "leave" and item in offered:
                 policy.leave(item)
                 policy.forget(item)
@@ -186,9 +272,12 @@ class TestEveryPolicy:
             elif what in ("victim", "stay"):
                 followed = {shape(each) for each in offered | held}
                 ends = offered - followed
-                assert ends or policy.victim(urgent=False) is None
+                assert ends - awaited.keys() or policy.victim(urgent=False) is None
                 victim = policy.victim()
                 assert (victim in (ends or offered)) if offered else victim is None
+                if victim in awaited:
+                    assert all(awaited.get(end, 0) >= 1 for end in ends)
+                    assert awaited[victim] == max(awaited[end] for end in ends)
                 if victim is not None and not ends:
                     assert victim not in {shape(each) for each in offered}
                 if victim is not None and what == "victim":
@@ -196,6 +285,7 @@ class TestEveryPolicy:
                     offered.remove(victim)
                 elif victim is not None:
                     policy.offer(victim)
+                    policy.await_item(victim, awaited.get(victim, 0))
             assert len(policy) == len(offered)
         for item in held:
             policy.offer(item)
@@ -211,6 +301,7 @@ class WholeSuffixes:
     previous: Previous
     used_at: dict[int, int] = field(default_factory=dict)
     often: set[int] = field(default_factory=set)
+    awaited: dict[int, int] = field(default_factory=dict)
     now: int = 0
 
     def use(self, item: int) -> None:
@@ -221,6 +312,10 @@ class WholeSuffixes:
 
     def evict(self) -> int:
         ends = set(self.used_at) - {self.previous(item) for item in self.used_at}
+        if ends <= self.awaited.keys():
+            ends = {max(ends, key=self.awaited.__getitem__)}
+        else:
+            ends -= self.awaited.keys()
         victim = min(ends, key=self.used_at.__getitem__)
         others = ends - self.often
         if (
@@ -230,6 +325,7 @@ class WholeSuffixes:
             and self.now - self.used_at[victim] <= KEPT_TURNS * len(self.used_at)
         ):
             victim = min(others, key=self.used_at.__getitem__)
+        self.awaited.pop(victim, None)
         used_at, above = self.used_at.pop(victim), self.previous(victim)
         if above in self.used_at:
             if victim in self.often:
@@ -240,15 +336,24 @@ class WholeSuffixes:
 
 
 @given(
-    prompts=st.lists(st.tuples(st.integers(0, 30), st.integers(1, 5)), max_size=60),
+    prompts=st.lists(
+        st.tuples(st.integers(0, 30), st.integers(1, 5), st.integers(-31, 60)), max_size=60
+    ),
     shape=st.sampled_from((binary, before)),
     size=st.sampled_from((10, 20)),
 )
 def test_the_order_is_exactly_that_of_whole_suffixes(
-    prompts: list[tuple[int, int]], shape: Previous, size: int
+    prompts: list[tuple[int, int, int]], shape: Previous, size: int
 ) -> None:
+    """The third number of each step: what is awaited from then on, or negative, no longer."""
     policy, model = lru(shape), WholeSuffixes(shape)
-    for end, room in prompts:
+    for rank, (end, room, queued) in enumerate(prompts, start=1):
+        if queued in model.used_at:
+            policy.await_item(queued, rank)
+            model.awaited[queued] = rank
+        elif -1 - queued in model.awaited:
+            policy.await_item(-1 - queued, 0)
+            del model.awaited[-1 - queued]
         path = [end]
         while (above := shape(path[0])) is not None:
             path.insert(0, above)

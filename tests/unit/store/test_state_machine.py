@@ -181,6 +181,7 @@ class ModelEngine:
     open: dict[int, tuple[int, int, bytes, set[int]]] = field(default_factory=dict)
     loads: dict[int, tuple[list[bytes], tuple[int, ...]]] = field(default_factory=dict)
     promotions: dict[int, list[tuple[int, bytes]]] = field(default_factory=dict)
+    queued: list[int] = field(default_factory=list)
     gone_at: float | None = None
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
@@ -814,6 +815,30 @@ class StoreMachine(RuleBasedStateMachine):
         self.begin_load(engine, promotion, keys)
 
     @precondition(lambda self: self.engines)
+    @rule(data=st.data(), chunks=st.lists(st.integers(0, CHUNKS - 1), max_size=2))
+    def queue_request(self, data: st.DataObject, chunks: list[int]) -> None:
+        engine = data.draw(st.sampled_from(list(self.engines.values())))
+        known = data.draw(st.sampled_from([0, *engine.queued]))
+        number = known or self.number()
+        engine.queued.append(number)
+        groups = len(engine.kind.shards)
+        keys = [(i % groups, block_hash(chunk)) for i, chunk in enumerate(chunks)]
+        self.do("call", "queue", engine.info.engine, number, keys)
+        if data.draw(st.booleans()):
+            more = [(i % groups, block_hash(i // groups)) for i in range(4)]
+            prefetch = self.number()
+            engine.queued.append(prefetch)
+            self.do("call", "prefetch", engine.info.engine, prefetch, more, OWNERS[0], number)
+
+    @precondition(lambda self: any(engine.queued for engine in self.engines.values()))
+    @rule(data=st.data())
+    def request_leaves_the_queue(self, data: st.DataObject) -> None:
+        engine = data.draw(st.sampled_from([e for e in self.engines.values() if e.queued]))
+        number = data.draw(st.sampled_from(engine.queued))
+        engine.queued = [each for each in engine.queued if each != number]
+        self.do("call", "cancel", engine.info.engine, number)
+
+    @precondition(lambda self: self.engines)
     @rule(data=st.data())
     def load_what_is_there(self, data: st.DataObject) -> None:
         engine = data.draw(st.sampled_from(list(self.engines.values())))
@@ -1013,6 +1038,22 @@ class StoreMachine(RuleBasedStateMachine):
         check_kept_objects(self.driver.fixture.store, self.now)
 
     @invariant()
+    def the_order_knows_what_queued_requests_wait_for(self) -> None:
+        store = self.driver.fixture.store
+        awaited: dict[tuple[str, bytes], int] = {}
+        for request in store._queued._requests.values():
+            for key in request.keys.values():
+                name = request.namespace, key
+                awaited[name] = min(awaited.get(name, request.rank), request.rank)
+        keys = store._queued._awaited
+        assert {name: keys.rank_of(*name) for name in keys._ranks} == awaited
+        for order in store._resident._orders.values():
+            known = order._awaited  # type: ignore[attr-defined]
+            for entry in order._parked:  # type: ignore[attr-defined]
+                name = entry.namespace, entry.key
+                assert known.get(entry, 0) == awaited.get(name, 0), name
+
+    @invariant()
     def no_write_overlaps_a_slot_that_a_worker_may_read(self) -> None:
         for offset, size, reason in self.in_use():
             assert not self.being_read(offset, size), reason
@@ -1114,6 +1155,7 @@ class StoreMachine(RuleBasedStateMachine):
                     )
         for name in list(self.engines):
             self.close_engine(name, True)
+        assert len(fixture.store._queued) == 0
         accounts = fixture.store.accounts()
         assert accounts.granted == 0
         assert (

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
+import pytest
 from tests.unit.store.store_fixture import (
     CHECKSUMS,
     NAMESPACE,
     PAGE,
     StoreFixture,
+    WatchedTier,
     block_hash,
     live,
     object_meta,
 )
 
 from kvtier.config.models import LiveTier, StorePolicy
-from kvtier.errors import TierNoSpaceError, TierUnavailableError
+from kvtier.errors import TierNoSpaceError, TierQuotaError, TierUnavailableError
+from kvtier.store import write_through
 from kvtier.store.admission import SeenKeys
+from kvtier.store.state import Entry
 from kvtier.store.types import PresenceChanged
-from kvtier.tiers.base import ObjectRef
+from kvtier.store.write_through import FIRST_RETRY_SECONDS, LONGEST_RETRY_SECONDS
+from kvtier.tiers.base import ObjectMeta, ObjectRef
 
 
 def ref(chunk: int) -> ObjectRef:
@@ -326,3 +333,126 @@ def test_writes_dropped_while_a_breaker_was_open_are_written_once_it_closes() ->
     fixture.advance(10.0)
     fixture.settle()
     assert ref(0) in fixture.tier.objects
+
+
+def test_a_write_that_failed_is_tried_again_and_then_all_that_failed() -> None:
+    fixture = StoreFixture()
+    fixture.engine()
+    fixture.tier.fail = lambda: TierNoSpaceError("no grant within 2 s")
+    for chunk in range(8):
+        fixture.put(chunk)
+        fixture.settle()
+    failed = fixture.counted("tier_writes_failed", "disk", "no_space")
+    assert failed == 8
+    assert fixture.store.pending_stores() == 0, "a shutdown does not wait for what has failed"
+    fixture.advance(FIRST_RETRY_SECONDS - 0.1)
+    assert fixture.calls("write:") == []
+    fixture.tier.fail = None
+    fixture.advance(0.2)
+    assert len(fixture.calls("write:")) == 1, "a single one is tried"
+    fixture.settle()
+    assert set(fixture.tier.objects) == {ref(chunk) for chunk in range(8)}
+    assert fixture.store.pending_stores() == 0
+    assert fixture.counted("tier_writes_failed", "disk", "no_space") == failed
+
+
+def test_while_writes_fail_one_at_a_time_is_tried_at_growing_intervals() -> None:
+    fixture = StoreFixture()
+    fixture.engine()
+    fixture.tier.fail = lambda: TierNoSpaceError("full")
+    for chunk in range(8):
+        fixture.put(chunk)
+        fixture.settle()
+    tried = []
+    for second in range(1_000):
+        fixture.advance(1.0)
+        calls = len(fixture.calls("write:"))
+        assert calls <= 1
+        if calls:
+            tried.append(second)
+        fixture.settle()
+    waits = [later - earlier for earlier, later in pairwise(tried)]
+    assert waits == sorted(waits)
+    assert waits[0] <= 2 * FIRST_RETRY_SECONDS + 1
+    assert len(tried) < 20
+    fixture.tier.fail = None
+    fixture.advance(LONGEST_RETRY_SECONDS)
+    fixture.settle()
+    assert set(fixture.tier.objects) == {ref(chunk) for chunk in range(8)}
+
+
+def test_an_object_that_can_never_be_written_does_not_keep_others_from_it() -> None:
+    class Refuses(WatchedTier):
+        def write(self, ref: ObjectRef, payload: memoryview, meta: ObjectMeta) -> None:
+            if ref.key == b"\0" + block_hash(0):
+                raise TierNoSpaceError("too large")
+            super().write(ref, payload, meta)
+
+    fixture = StoreFixture(tier_type=Refuses)
+    fixture.engine()
+    fixture.tier.fail = lambda: TierNoSpaceError("full")
+    for chunk in range(4):
+        fixture.put(chunk)
+        fixture.settle()
+    fixture.tier.fail = None
+    for _ in range(10):
+        fixture.advance(LONGEST_RETRY_SECONDS)
+        fixture.settle()
+    assert set(fixture.tier.objects) == {ref(chunk) for chunk in range(1, 4)}
+
+
+def test_what_exceeds_a_tenants_share_is_not_tried_again() -> None:
+    fixture = StoreFixture()
+    fixture.engine()
+    fixture.tier.fail = lambda: TierQuotaError("the tenant's share is used up")
+    fixture.put(0)
+    fixture.settle()
+    assert fixture.store.pending_stores() == 0
+    fixture.advance(10 * LONGEST_RETRY_SECONDS)
+    assert fixture.calls("write:") == []
+
+
+def test_a_failed_write_of_an_object_that_has_left_ram_is_forgotten() -> None:
+    fixture = StoreFixture()
+    fixture.engine()
+    fixture.tier.fail = lambda: TierNoSpaceError("full")
+    for chunk in range(40):
+        fixture.put_prompt(chunk)
+    fixture.tier.fail = None
+    for _ in range(4):
+        fixture.advance(LONGEST_RETRY_SECONDS)
+        fixture.settle()
+    held = {ref(chunk) for chunk in range(40) if fixture.bits(chunk) & 1}
+    assert held
+    assert set(fixture.tier.objects) == held
+    assert fixture.store.pending_stores() == 0
+
+
+def test_no_call_considers_more_than_a_bounded_part_of_what_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(write_through, "CONSIDERED_PER_RUN", 4)
+    values = live(disk=LiveTier(max_write_bytes_per_second=1))
+    fixture = StoreFixture(slots=64, values=values)
+    fixture.engine()
+    for chunk in range(40):
+        fixture.put(chunk)
+        fixture.settle()
+    assert fixture.store.pending_stores() > 30
+    considered: list[int] = []
+    writes = fixture.store._writes
+    maybe_write = writes.maybe_write
+
+    def counted(entry: Entry) -> None:
+        considered[-1] += 1
+        maybe_write(entry)
+
+    monkeypatch.setattr(writes, "maybe_write", counted)
+    considered.append(0)
+    fixture.store.configure(live(disk=LiveTier(store_policy=StorePolicy.NONE)))
+    while (wake := fixture.store.next_wake()) is not None and wake <= fixture.clock.now:
+        considered.append(0)
+        fixture.pump()
+    assert sum(considered) > 30
+    assert max(considered) <= 4
+    assert fixture.store.pending_stores() == 0

@@ -154,6 +154,27 @@ def test_nothing_can_be_sent_before_there_is_a_session(
     assert not testbed.client.attached
 
 
+@pytest.mark.parametrize("attached", [True, False])
+def test_a_session_that_the_owner_gives_up_is_lost_and_begins_again_once_it_has_drained(
+    daemon: Daemon, testbed: ClientTestbed, attached: bool
+) -> None:
+    if attached:
+        daemon.attach()
+        assert testbed.next() == welcome()
+    else:
+        daemon.receive(Hello)
+    testbed.client.drop("copies failed")
+    assert testbed.next() == "copies failed"
+    assert testbed.client.state is ClientState.WAITING
+    assert not testbed.client.send(Deliver(reservations=(1,)))
+    with pytest.raises(TimeoutError):
+        daemon.receive(Hello, 0.5)
+    testbed.client.reattach(3)
+    assert daemon.attach(4).drained_epoch == 3
+    assert testbed.next() == welcome(4)
+    assert testbed.client.counters["lost"] == 1
+
+
 def test_messages_arrive_in_order_from_any_thread_and_heartbeats_continue(
     daemon: Daemon, testbed: ClientTestbed
 ) -> None:

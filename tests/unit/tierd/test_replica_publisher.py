@@ -176,3 +176,24 @@ def test_withdrawing_a_tier_costs_one_message_for_any_number_of_keys() -> None:
     testbed.publisher.usable_tiers_changed()
     testbed.publisher.publish(0.0)
     assert testbed.sent == [(b"r", Usable(bits=1)), (b"s", Usable(bits=1))]
+
+
+def test_snapshots_of_many_schedulers_share_what_one_round_may_send() -> None:
+    count = 3 * SNAPSHOT_KEYS
+    routes = [bytes([number]) for number in range(8)]
+    testbed = PublisherTestbed({number.to_bytes(4, "big"): 1 for number in range(count)})
+    for route in routes:
+        testbed.publisher.start(route, "ns")
+    served: list[set[bytes]] = []
+    while True:
+        before = len(testbed.sent)
+        more = testbed.publisher.publish(0.0)
+        sent = [(to, each) for to, each in testbed.sent[before:] if isinstance(each, Delta)]
+        assert sum(len(each.added) for _, each in sent) <= SNAPSHOT_KEYS * PIECES_PER_CALL
+        served.append({to for to, _ in sent})
+        if not more:
+            break
+    assert set.union(*served[:4]) == set(routes), "each one has its turn"
+    for route in routes:
+        replica = testbed.replica(route)
+        assert (len(replica), replica.stale) == (count, False)

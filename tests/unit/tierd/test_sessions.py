@@ -10,6 +10,7 @@ import pytest
 
 from kvtier.errors import KVTierError
 from kvtier.processes import Liveness, ProcessIdentity
+from kvtier.store.engines import check_engine_info
 from kvtier.store.types import StoreCounters
 from kvtier.tierd.fencing import UNVERIFIABLE_TIMEOUT_SECONDS, SessionFiles, StartupFence
 from kvtier.tierd.sessions import (
@@ -207,6 +208,34 @@ def test_ranks_with_the_same_bytes_read_what_one_of_them_writes(testbed: Session
     assert [each[1].offset for each in engine.shards] == [0, 4096, 8192, 12288]
 
 
+def test_a_rank_without_bytes_of_a_group_is_no_writer_of_it(testbed: SessionTestbed) -> None:
+    """As a pipeline stage that has no layer of the group."""
+    testbed.hello(b"s", hello("scheduler", ranks=2))
+    testbed.hello(b"w0", hello("worker", rank=0, pid=11, shard_bytes=(0, 100)))
+    testbed.hello(b"w1", hello("worker", rank=1, pid=12, shard_bytes=(9000, 5000)))
+    (engine,) = testbed.sessions.engines()
+    assert engine.info is not None
+    assert engine.info.writer_ranks == ((1,), (0, 1))
+    assert engine.info.shard_bytes == ((9000,), (100, 5000))
+    assert engine.info.slot_bytes == (12288, 4096 + 8192)
+    check_engine_info(engine.info)
+    assert [[(s.offset, s.size_bytes, s.writes) for s in rank] for rank in engine.shards] == [
+        [(0, 0, False), (0, 100, True)],
+        [(0, 9000, True), (4096, 5000, True)],
+    ]
+    assert testbed.derived_from[2] == (((0, 0), (0, 100)), ((0, 9000), (4096, 5000)))
+
+
+def test_a_group_of_which_no_rank_has_bytes_is_refused(testbed: SessionTestbed) -> None:
+    testbed.hello(b"s", hello("scheduler", ranks=2))
+    for rank in range(2):
+        testbed.hello(b"w%d" % rank, hello("worker", rank=rank, pid=11 + rank, shard_bytes=(9, 0)))
+    answer = testbed.to(b"s")[-1]
+    assert isinstance(answer, SessionRefused)
+    assert "group 1: shards of [0, 0] bytes" in answer.reason
+    assert "at least one must have bytes" in answer.reason
+
+
 @pytest.mark.parametrize(
     ("writers", "workers", "word"),
     [
@@ -216,7 +245,8 @@ def test_ranks_with_the_same_bytes_read_what_one_of_them_writes(testbed: Session
         (((1, 0), (0, 1)), {}, "rank 1 must write what rank 0 reads"),
         (((0, 0), (0, 0)), {"shard_bytes": (5001, 100)}, "must have shards of one size"),
         (((0, 0), (0, 0)), {"codec": "other"}, "must have the same layout"),
-        ((), {"shard_bytes": (5000, 0)}, "between 1 and"),
+        ((), {"shard_bytes": (5000, -1)}, "between 0 and"),
+        (((0, 1), (0, 0)), {"shard_bytes": (5000, 0)}, "must have shards of one size"),
         ((), {"shard_bytes": ()}, "equal and positive"),
     ],
 )

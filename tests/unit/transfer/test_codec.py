@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from kvtier.transfer import cpu
 from kvtier.transfer.codec import CodecError, Registered, build_codec, layer_layout, natural_key
+from kvtier.transfer.engine import Copy, Direction
 from kvtier.transfer.factory import make_engine
-from kvtier.transfer.startup_check import verify_round_trip
+from kvtier.transfer.startup_check import pageable_scratch, verify_round_trip
 from kvtier.transfer.synthetic_layouts import (
     CacheGeometry,
     SyntheticCache,
@@ -307,3 +308,35 @@ def test_any_tensor_whose_elements_do_not_overlap_round_trips(data: st.DataObjec
     assert torch.equal(before.view(torch.uint8), storage.view(torch.uint8)), (
         "nothing beside the pages may change"
     )
+
+
+def _two_groups(registered: bool) -> SyntheticCache:
+    """Layers of group 0, and a group whose layers are on another pipeline stage."""
+    layout = LAYOUTS[next(iter(LAYOUTS))]
+    (group,) = layout.kv_cache_groups
+    elsewhere = SyntheticGroup((), group.kv_cache_spec)
+    groups = (elsewhere, group) if registered else (elsewhere, elsewhere)
+    return replace(layout, kv_cache_groups=groups)
+
+
+def test_a_group_without_layers_on_this_rank_has_no_bytes_and_is_not_copied() -> None:
+    layout = _two_groups(registered=True)
+    codec = build_codec(layout.caches, layout, 64)
+    assert codec.shard_bytes == (0, 4 * 3 * CacheGeometry().page_bytes)
+    engine = make_engine(layout.caches, codec)
+    verify_round_trip(layout.caches, codec, engine)
+    pool = pageable_scratch(codec.shard_bytes[1])
+    engine.attach(pool)
+    block = CacheGeometry().blocks - 1
+    for direction in Direction:
+        handle = engine.submit([Copy(0, 0, 0, (block,))], direction)
+        assert engine.done(handle)
+        assert (handle.total_bytes, engine.in_flight_bytes(direction)) == (0, 0)
+    assert not pool.memory.any()
+    both = engine.submit([Copy(0, 0, 0, (block,)), Copy(1, 0, 0, (block,))], Direction.TO_HOST)
+    assert engine.done(both)
+    assert both.total_bytes == 3 * CacheGeometry().page_bytes
+    # Another layout of ranks is another namespace.
+    assert json.loads(codec.text)["groups"][0]["layer_count"] == 0
+    with pytest.raises(CodecError, match="no layer of any KV cache group"):
+        build_codec(layout.caches, _two_groups(registered=False), 64)

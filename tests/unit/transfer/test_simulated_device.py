@@ -8,7 +8,7 @@ then the same schedules must find wrong bytes.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from kvtier.transfer.codec import build_codec
 from kvtier.transfer.engine import Copy, CopyHandle, Direction
 from kvtier.transfer.startup_check import pageable_scratch
 from kvtier.transfer.strided_views import segment_views
-from kvtier.transfer.synthetic_layouts import make_every_cache
+from kvtier.transfer.synthetic_layouts import SyntheticGroup, make_every_cache
 
 WAYS = {
     "staged": ("staged", "staged"),
@@ -251,3 +251,38 @@ def test_without_any_one_rule_bytes_are_wrong(
             except (WrongBytes, InvalidAccess):
                 found += 1
     assert found > 0
+
+
+def test_a_stage_without_a_layer_of_the_first_group_copies_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = SimulatedDevice(1, frozenset())
+    engine_class = install(monkeypatch, device, table_rows=4, tables=16)
+    monkeypatch.setattr(engine_module, "TABLES_PER_SUBMISSION", 4)
+    cache = make_every_cache()[0]
+    groups = (SyntheticGroup((), cache.kv_cache_groups[0].kv_cache_spec), *cache.kv_cache_groups)
+    codec = build_codec(cache.caches, replace(cache, kv_cache_groups=groups), 64)
+    for tensor in cache.caches.values():
+        storage = tensor.untyped_storage()
+        device.own(storage.data_ptr(), storage.nbytes())
+        tensor.view(torch.uint8).random_(1, 250)
+    block_bytes = codec.groups[1].block_bytes
+    engine = engine_class(cache.caches, codec, staging_bytes=2 * block_bytes)
+    assert engine.batch_bytes == 4 * block_bytes
+    pool = pageable_scratch(codec.shard_bytes[1])
+    device.own(int(pool.memory.ctypes.data), pool.nbytes)
+    engine.attach(pool)
+    nothing = engine.submit([Copy(0, 0, 0, (1, 2))], Direction.TO_HOST, engine.fence())
+    assert engine.done(nothing)
+    both = [Copy(0, 0, 0, (1, 2)), Copy(1, 0, 0, (1, 2))]
+    handle = engine.submit(both, Direction.TO_HOST, engine.fence())
+    assert handle.total_bytes == 2 * block_bytes
+    engine.wait_idle()
+    assert engine.done(handle)
+    expected = b"".join(
+        view.cache[block].contiguous().view(torch.uint8).numpy().tobytes()
+        for block in (1, 2)
+        for view in segment_views(cache.caches, codec)[1]
+    )
+    assert any(expected)
+    assert pool.memory[: len(expected)].tobytes() == expected

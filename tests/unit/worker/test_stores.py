@@ -127,3 +127,5 @@ def test_a_rank_whose_bytes_another_rank_writes_stores_nothing(rank_testbed: Ran
     assert rank_testbed.engine.submitted == []
     assert rank_testbed.sent == []
     assert rank_testbed.taken().stores_done == {3: 1}
+    # Rank 0 counts the chunks, also where its stage has no layer of the counted group.
+    assert rank_testbed.context.counters.snapshot()["stores_delivered"] == 1

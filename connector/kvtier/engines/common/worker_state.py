@@ -25,6 +25,10 @@ MAX_UNSENT = 65_536
 loss will be noticed."""
 
 
+REARM_SECONDS = (10.0, 60.0, 360.0)
+"""How long KVTier is off after each unexpected error. After one more it is off until restart."""
+
+
 class WorkerClient(Protocol):
     """The part of ``TierdClient`` that a worker uses."""
 
@@ -36,6 +40,8 @@ class WorkerClient(Protocol):
     def send(self, message: Message) -> bool: ...
 
     def reattach(self, drained_epoch: int) -> None: ...
+
+    def drop(self, reason: str) -> None: ...
 
     def close(self, timeout_seconds: float) -> None: ...
 

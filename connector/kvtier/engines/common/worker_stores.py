@@ -58,7 +58,9 @@ class WorkerStores:
                 self._counters.add("duplicate_stores")
                 continue
             if epoch and not self._context.shards.writes(job.run.group):
-                # Another rank holds the same bytes and writes them.
+                # Another rank holds the same bytes and writes them, or this one has none.
+                if job.run.group == self._context.counted_group:
+                    self._counters.add("stores_delivered")
                 self._context.completions.add_stores((job.reservation,))
                 continue
             self._open[job.reservation] = job.run.group

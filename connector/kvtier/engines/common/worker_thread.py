@@ -8,6 +8,11 @@ engine is idle, that is, when no hook has run for ``IDLE_HOOK_SECONDS``.
 One lock, ``_copies``, guards the copy engine, the loads, the stores and the outbox. No thread waits
 for the device or for another process while it holds the lock.
 
+After an unexpected error of a copy nothing is copied for ``REARM_SECONDS``, and the session is
+given up, so that tierd closes the engine, and no other rank and no scheduler side counts on this
+one. Then the thread attaches as after a loss. It does so a few times. If the device cannot be
+synchronized, or the errors go on, nothing is copied until the engine restarts.
+
 When tierd is lost, the epoch is cleared under that lock, so that nothing more is submitted. Then
 the thread waits for the copies without the lock, ends the loads and drops the stores. Only then
 does it tell the client to reattach, because from that moment on a slot may hold another object.
@@ -27,7 +32,12 @@ from pathlib import Path
 from kvtier.engines.common.jobs import ArrivedKeys, LoadJob, StoreJob
 from kvtier.engines.common.worker_loads import WorkerLoads
 from kvtier.engines.common.worker_pool import HostPoolMapper, PoolReady
-from kvtier.engines.common.worker_state import RankContext, WorkerClient, WorkerOutbox
+from kvtier.engines.common.worker_state import (
+    REARM_SECONDS,
+    RankContext,
+    WorkerClient,
+    WorkerOutbox,
+)
 from kvtier.engines.common.worker_stores import WorkerStores
 from kvtier.tierd.wire import Message, Ready, SessionRefused, Welcome
 
@@ -77,6 +87,8 @@ class TransferThread:
         self._copies = threading.Lock()
         self._hook_ran_at = context.clock()
         self._failure: Exception | None = None
+        self._failures = 0
+        """Errors that ended the copies."""
         self._sleeping = False
         """Whether the thread waits without looking at copies."""
         self._wake = threading.Condition()
@@ -96,6 +108,12 @@ class TransferThread:
     def drained_epoch(self) -> int:
         """The last epoch of which no copy runs and no announcement is remembered."""
         return self._drained_epoch
+
+    @property
+    def failure(self) -> str:
+        """Why nothing is copied, for a while or until restart; empty if copies are possible."""
+        failure = self._failure
+        return "" if failure is None else f"copies failed: {failure}"
 
     def start(self) -> None:
         """Starts the thread, and to attach to tierd."""
@@ -287,19 +305,85 @@ class TransferThread:
     def _run(self) -> None:
         try:
             self._engine.enter_thread()
+            while not self._drained and self._serve():
+                pass
+        except Exception as error:  # the last resort: the engine serves on
+            self._counters.add("thread_failures")
+            logger.exception("KVTier: serving without tiers until restart: %s", error)
+            self._stop_copies(error)
+            self._client.drop(f"copies failed: {error}")
+        finally:
+            self._finish()
+
+    def _serve(self) -> bool:
+        """Runs until the end, or until an error; returns whether to go on after the error."""
+        try:
             while self._run_once():
                 pass
             self._drain("closing")
             self._drained = True
-        except Exception as error:  # the last resort: the engine serves on
+            return True
+        except Exception as error:  # the engine serves on, without tiers for a while
             self._counters.add("thread_failures")
-            logger.exception("KVTier: serving without tiers: copies failed: %s", error)
-        finally:
-            self._finish()
+            left = len(REARM_SECONDS) - self._failures
+            seconds = REARM_SECONDS[self._failures] if left > 0 else None
+            self._failures += 1
+            logger.exception(
+                "KVTier: serving without tiers %s: copies failed: %s",
+                "until restart" if seconds is None else f"for {seconds:g} s",
+                error,
+            )
+            self._stop_copies(error)
+            self._client.drop(f"copies failed: {error}")
+            if seconds is None or not self._end_copies():
+                return False
+            return self._rearm_after(seconds)
+
+    def _stop_copies(self, error: Exception) -> None:
+        """No hook submits anything from now on."""
+        with self._copies:
+            self._failure = error
+            self._completions.epoch = 0
+
+    def _end_copies(self) -> bool:
+        """Ends what is open, as failed; returns False if the device cannot be synchronized."""
+        try:
+            self._engine.wait_idle()
+            with self._copies:
+                self._engine.synchronize()
+                self._loads.abandon("off")
+                self._stores.drop_all()
+                self._outbox.clear()
+                self._context.shards.clear()
+        except Exception as error:  # ``_finish`` reports what is open
+            self._counters.add("copy_errors")
+            logger.exception("KVTier: cannot end copies: %s", error)
+            return False
+        return True
+
+    def _rearm_after(self, seconds: float) -> bool:
+        """Waits, and lets hooks submit again once the thread has attached; also when it closes."""
+        until = time.monotonic() + seconds
+        with self._wake:
+            while not self._closing:
+                left = until - time.monotonic()
+                if left <= 0:
+                    break
+                self._wake.wait(left)
+            closing = self._closing
+        with self._copies:
+            self._failure = None
+        if not closing:
+            self._counters.add("thread_rearms")
+            logger.info("KVTier: in use again after copies failed")
+        return True
 
     def _run_once(self) -> bool:
         """Handles inputs, looks after the copies of an idle engine, and waits; returns False when
         the thread must end."""
+        if self._failure is not None:
+            # Also when it closes: an error is counted.
+            raise self._failure
         with self._wake:
             if self._closing:
                 return False

@@ -29,6 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvtier.config.loader import load_for_engine
 from kvtier.engines.common.lora import AdapterDigests
 from kvtier.engines.common.tierd_session import TierdSession
+from kvtier.engines.common.worker_state import REARM_SECONDS
 from kvtier.engines.vllm import early_pool, early_start, engine_signals, weights
 from kvtier.engines.vllm.config import engine_name, planner_for, use_vllm_log_handlers
 from kvtier.engines.vllm.counters import WITHOUT_TIERS, off_reason
@@ -63,9 +64,6 @@ logger = logging.getLogger(__name__)
 SUPERVISOR_SECONDS = 1.5
 """How long shutdown waits for a tierd that this engine started. It usually ends in a tenth of that;
 beside a hung mount it takes longer, and ends without the engine."""
-REARM_SECONDS = (10.0, 60.0, 360.0)
-"""After an unexpected error KVTier is off for this long: the first time, the second and the third.
-After the fourth it stays off."""
 T = TypeVar("T")
 P = ParamSpec("P")
 

@@ -107,8 +107,8 @@ COUNTERS = (
             "lost_jobs", "off", "pins_broken", "pool_failures", "refused", "shards_refused",
             "slots_reused",
             "step_errors", "stores_aborted", "stores_dropped", "stores_stale", "stores_voided",
-            "thread_failures", "unexpected_reports", "unknown_cancels", "unsent_dropped",
-            "weights_hashed",
+            "thread_failures", "thread_rearms", "unexpected_reports", "unknown_cancels",
+            "unsent_dropped", "weights_hashed",
         ),
     ),
     Metric(

@@ -1,9 +1,14 @@
-"""Requests that wait in the engine's queue: tierd brings their prefixes into RAM meanwhile.
+"""Requests that wait in the engine's queue: tierd keeps their prefixes in RAM or brings them there.
 
 vLLM looks a request up when it could run it. Until then a request of a long queue waits for
-nothing, while its prefix lies in a slow tier. tierd is told of the first requests of the queue, and
-of their end: when vLLM looks them up, or when they are gone. It is not told of a request that vLLM
-looks up in the step in which it arrives.
+nothing, while its prefix lies in a slow tier, or is displaced by what requests before it store.
+Each request that waits longer than the step in which it arrives is looked up here once, and:
+
+* tierd is told how far its prefix is in RAM, and evicts that when nothing else can be, until the
+  request is admitted or gone. It stays protected while vLLM has looked it up and has no room for
+  it: the load pins it before the protection ends.
+* of the first requests whose prefix is not all in RAM, tierd brings the rest there, until vLLM
+  looks them up.
 
 A request with the hint ``prefetch`` comes before the ones that need its prefix. Its prefetch goes
 on after its own end, for a bounded time. The scheduler's thread only.
@@ -13,14 +18,14 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from kvtier.engines.common.held_chunks import HeldChunks
 from kvtier.engines.common.lora import AdapterDigests
 from kvtier.engines.common.request_state import RequestState, reads_no_cache
 from kvtier.engines.common.tierd_session import TierdSession
 from kvtier.planner import Planner
-from kvtier.store.types import RAM_BITS
-from kvtier.tierd.wire import Cancel, Prefetch
+from kvtier.store.types import MAX_QUEUED_REQUESTS, RAM_BITS
+from kvtier.tierd.wire import Cancel, Prefetch, Queued
 
 MAX_PREFETCHES = 16
 """Requests at a time, the first of the queue."""
@@ -34,6 +39,19 @@ MAX_QUEUED = 4_096
 WireKeys = tuple[tuple[int, bytes], ...]
 MAX_CHUNKS_PER_STEP = 1_024
 """Looked up in the replica, over all requests; takes about half a millisecond."""
+
+
+@dataclass(frozen=True, slots=True)
+class _HeldPrefix:
+    """The prefix of a request that tiers hold. ``looked_up``: chunks that were looked up.
+
+    ``missing``: its keys, if a part of it is not in RAM. ``in_ram``: the key of each group with
+    which the part that is in RAM ends.
+    """
+
+    looked_up: int
+    missing: WireKeys = ()
+    in_ram: WireKeys = ()
 
 
 class QueuedPrefixes:
@@ -57,28 +75,54 @@ class QueuedPrefixes:
         self._session = session
         self._new_id = new_id
         self._queued: OrderedDict[str, RequestState] = OrderedDict()
+        """Requests that are not admitted."""
+        self._unseen: OrderedDict[str, RequestState] = OrderedDict()
+        """Of these, those that were not looked up here."""
+        self._asked: set[str] = set()
+        """Of these, those that vLLM has looked up."""
+        self._incomplete: OrderedDict[str, RequestState] = OrderedDict()
+        """Requests whose prefix is not all in RAM, for which there was no room among the
+        prefetches."""
+        self._protected: dict[str, int] = {}
+        """Ids by request: tierd knows of it."""
         self._prefetches: dict[str, int] = {}
-        """Ids by request, 0 for a request without anything to prefetch."""
+        """Ids by request."""
 
     def add(self, state: RequestState) -> None:
         """The request is at the end of the queue."""
         wanted = not (state.skip_reason or state.hints.skip_load or state.hints.prefetch)
         if wanted and len(self._queued) < MAX_QUEUED:
-            self._queued[state.request_id] = state
+            self._queued[state.request_id] = self._unseen[state.request_id] = state
 
-    def remove(self, state: RequestState) -> None:
-        """vLLM looks the request up, or it is gone."""
-        self._queued.pop(state.request_id, None)
-        prefetch = self._prefetches.pop(state.request_id, 0)
+    def looked_up(self, state: RequestState) -> None:
+        """vLLM looks the request up: what is missing in RAM is its own affair from here on."""
+        name = state.request_id
+        if name in self._queued:
+            self._asked.add(name)
+        self._incomplete.pop(name, None)
+        prefetch = self._prefetches.pop(name, 0)
         if prefetch:
             self._session.send(Cancel(promotion=prefetch))
 
+    def remove(self, state: RequestState) -> None:
+        """vLLM has admitted the request, after what it loads is pinned, or it is gone."""
+        if self._queued.pop(state.request_id, None) is None:
+            return
+        self.looked_up(state)
+        self._unseen.pop(state.request_id, None)
+        self._asked.discard(state.request_id)
+        protected = self._protected.pop(state.request_id, 0)
+        if protected:
+            self._session.send(Cancel(promotion=protected))
+
     def clear(self) -> None:
         """tierd is lost, or the requests need other objects: starts again with the queue."""
-        for prefetch in self._prefetches.values():
-            if prefetch:
-                self._session.send(Cancel(promotion=prefetch))
+        for number in (*self._prefetches.values(), *self._protected.values()):
+            self._session.send(Cancel(promotion=number))
         self._prefetches.clear()
+        self._protected.clear()
+        self._incomplete.clear()
+        self._unseen = self._queued.copy()
         while self._kept:
             self._session.send(Cancel(promotion=self._kept.popleft()[1]))
 
@@ -110,7 +154,7 @@ class QueuedPrefixes:
             if not state.is_cacheable(adapters):
                 self._keep_later.append((until, state))
                 continue
-            keys = self._missing(state)
+            keys = self._look_up(state).missing
             prefetch = self._send(keys, state) if keys else 0
             self.outcomes["started" if prefetch else "nothing_missing"] += 1
             if prefetch:
@@ -121,34 +165,79 @@ class QueuedPrefixes:
         if self._kept or self._keep_later:
             self._end_kept()
             self._start_kept(adapters)
-        if not self._queued or not self._session.replica_ready:
+        if not self._session.replica_ready:
             return
-        chunks = 0
-        started = sum(map(bool, self._prefetches.values()))
-        for name, state in self._queued.items():
-            if started >= MAX_PREFETCHES or chunks >= MAX_CHUNKS_PER_STEP:
-                return
-            if name in self._prefetches or reads_no_cache(state.request):
-                continue
-            if not state.is_cacheable(adapters):
-                continue
-            keys = self._missing(state)
-            chunks += max(1, len(keys))
-            self._prefetches[name] = self._send(keys, state) if keys else 0
-            started += bool(self._prefetches[name])
+        left = MAX_CHUNKS_PER_STEP
+        if self._unseen:
+            left = self._look_at_queue(adapters, left)
+        if self._incomplete:
+            self._start_prefetches(left)
 
-    def _missing(self, state: RequestState) -> WireKeys:
-        """Returns the keys that tierd is told of: the prefix that tiers hold, if a part of it is
-        not in RAM."""
+    def _look_at_queue(self, adapters: AdapterDigests, left: int) -> int:
+        """Looks the next requests up and tells tierd what to protect; returns how many chunks may
+        still be looked up."""
+        seen: list[str] = []
+        protected: dict[str, int] = {}
+        keys: list[tuple[int, WireKeys]] = []
+        prefetches: list[tuple[RequestState, WireKeys]] = []
+        for name, state in self._unseen.items():
+            if left <= 0 or len(self._protected) + len(protected) >= MAX_QUEUED_REQUESTS:
+                break
+            cacheable = state.is_cacheable(adapters)
+            if not cacheable and not state.skip_reason:
+                left -= 1  # The digest of its adapter will be known later.
+                continue
+            seen.append(name)
+            if not cacheable or reads_no_cache(state.request):
+                continue
+            held = self._look_up(state)
+            left -= max(1, held.looked_up)
+            missing = () if name in self._asked else held.missing
+            if not missing and not held.in_ram:
+                continue
+            protected[name] = self._new_id()
+            keys.append((protected[name], held.in_ram))
+            if missing and len(self._prefetches) + len(prefetches) < MAX_PREFETCHES:
+                prefetches.append((state, missing))
+            elif missing:
+                self._incomplete[name] = state
+        for name in seen:
+            del self._unseen[name]
+        if keys and self._session.send(Queued(requests=tuple(keys))):
+            self._protected.update(protected)
+        for state, rest in prefetches:
+            self._start_prefetch(state, rest)
+        return left
+
+    def _start_prefetches(self, left: int) -> None:
+        """Starts further prefetches, in the order of the queue."""
+        while self._incomplete and left > 0 and len(self._prefetches) < MAX_PREFETCHES:
+            _, state = self._incomplete.popitem(last=False)
+            held = self._look_up(state)
+            left -= max(1, held.looked_up)
+            if held.missing:
+                self._start_prefetch(state, held.missing)
+
+    def _start_prefetch(self, state: RequestState, missing: WireKeys) -> None:
+        prefetch = self._send(missing, state)
+        if prefetch:
+            self._prefetches[state.request_id] = prefetch
+
+    def _look_up(self, state: RequestState) -> _HeldPrefix:
+        """Looks up which prefix tiers hold. One that is too short to be loaded is none."""
         planner = self._planner
         if not planner.prefix_only:
-            return self._missing_of_groups(state)
-        held = self._held_chunks(state, self._most_chunks(state))
-        end = held.first_missing(0, 0, held.end)
-        if planner.tokens(end) < max(1, self._session.live.min_load_tokens):
-            return ()
-        in_ram = held.only(RAM_BITS.__and__).first_missing(0, 0, end) == end
-        return () if in_ram else state.wire_keys(0, end)
+            return self._look_up_groups(state)
+        chunks = self._held_chunks(state, self._most_chunks(state))
+        held = chunks.first_missing(0, 0, chunks.end)
+        if planner.tokens(held) < max(1, self._session.live.min_load_tokens):
+            return _HeldPrefix(held)
+        in_ram = chunks.only(RAM_BITS.__and__).first_missing(0, 0, held)
+        return _HeldPrefix(
+            held,
+            state.wire_keys(0, held) if in_ram < held else (),
+            state.wire_keys(in_ram - 1, 1) if in_ram else (),
+        )
 
     def _held_chunks(self, state: RequestState, most_chunks: int) -> HeldChunks:
         per_chunk = self._planner.hashes_per_chunk
@@ -161,23 +250,30 @@ class QueuedPrefixes:
         most = state.hints.max_load_tokens
         return self._planner.chunks(tokens if most is None else min(tokens, most))
 
-    def _missing_of_groups(self, state: RequestState) -> WireKeys:
-        """As ``_missing``, where a prefix is usable as a whole only."""
+    def _look_up_groups(self, state: RequestState) -> _HeldPrefix:
+        """As ``_look_up``, where a prefix is usable as a whole only."""
         planner = self._planner
         most = planner.max_hit_chunks(state.request.num_tokens)
         held = self._held_chunks(state, min(most, self._most_chunks(state)))
-        end = planner.longest_prefix(0, held.end, held)
-        end_tokens = planner.tokens(end)
+        end_tokens = planner.tokens(planner.longest_prefix(0, held.end, held))
         if end_tokens < max(1, self._session.live.min_load_tokens):
-            return ()
-        in_ram = held.only(RAM_BITS.__and__)
-        needed = planner.needed_chunks(0, end_tokens)
-        if all(in_ram.first_missing(group, begin, stop) == stop for group, begin, stop in needed):
-            return ()
-        return state.wire_keys_of_chunks(needed)
+            return _HeldPrefix(held.end)
+        needed, in_ram = planner.needed_chunks(0, end_tokens), held.only(RAM_BITS.__and__)
+        lacking, last = False, []
+        for group, begin, stop in needed:
+            first = in_ram.first_missing(group, begin, stop)
+            lacking = lacking or first < stop
+            if first > begin:
+                last.append((group, first - 1, first))
+        return _HeldPrefix(
+            sum(stop - begin for _, begin, stop in needed),
+            state.wire_keys_of_chunks(needed) if lacking else (),
+            state.wire_keys_of_chunks(last),
+        )
 
     def _send(self, keys: WireKeys, state: RequestState) -> int:
         prefetch = self._new_id()
         owner = self._session.owner(state)
-        message = Prefetch(promotion=prefetch, keys=keys, owner=owner)
+        queued = self._protected.get(state.request_id, 0)
+        message = Prefetch(promotion=prefetch, keys=keys, owner=owner, queued=queued)
         return prefetch if self._session.send(message) else 0

@@ -155,7 +155,7 @@ class KVTierConnectorScheduler:
         """vLLM calls this in every step until the request is admitted, and after a preemption."""
         self._begin_hook()
         state = self._state(request)
-        self.queue.remove(state)
+        self.queue.looked_up(state)
         if state.scheduled:
             state.drop_blocks()
         state.computed_tokens = num_computed_tokens
@@ -206,9 +206,11 @@ class KVTierConnectorScheduler:
         state = self._state(request)
         if num_external_tokens <= 0:
             self.loads.cancel_promotion(state)
-            return False
-        self.loads.start(state, num_external_tokens, block_ids)
-        return True
+        else:
+            self.loads.start(state, num_external_tokens, block_ids)
+        # The load has pinned what the queue has protected.
+        self.queue.remove(state)
+        return num_external_tokens > 0
 
     def fail_load(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
         """Gives the workers a load that must fail, after ``update_state_after_alloc`` raised.

@@ -127,7 +127,7 @@ class KVTierConnectorWorker:
     @property
     def off_reason(self) -> str:
         """Why this rank copies nothing; empty if it does."""
-        return self._off_reason
+        return self._off_reason or (self._thread.failure if self._thread is not None else "")
 
     @property
     def codec(self) -> Codec | None:

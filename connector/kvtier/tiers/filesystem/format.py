@@ -312,7 +312,7 @@ def verify_payload(payload: memoryview, meta: ObjectMeta) -> None:
         if checksum.digest(payload[start:end]) != digest:
             raise TierCorruptError(f"checksum mismatch in shard {number}")
         start += aligned(size)
-        if start - end != payload[end:start].tobytes().count(0):
+        if start != end and start - end != payload[end:start].tobytes().count(0):
             raise TierCorruptError(f"the padding after shard {number} is not zero")
 
 

@@ -476,6 +476,18 @@ class Index:
             if node:
                 self._use(namespace, node, previous, often=often)
 
+    def used(self, namespace: str, key: bytes, previous: bytes, facts: ObjectFacts) -> bytes:
+        """An object was read: ``touch``, ``learn`` and ``previous`` with one search."""
+        with self._lock:
+            node = self._find(namespace, key)
+            if not node:
+                return b""
+            if not self._known[node]:
+                self._learn(node, facts)
+            self._use(namespace, node, previous)
+            parent = self._order.predecessor(node)
+            return self._name(parent)[1] if parent else b""
+
     def remove(self, namespace: str, key: bytes) -> bool:
         """The object no longer exists. False if it was not indexed."""
         with self._lock:

@@ -7,6 +7,7 @@ cost memory that is charged to the engine's pod.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import mmap
 import os
@@ -48,7 +49,13 @@ def is_aligned(buffer: memoryview) -> bool:
     """Whether direct I/O can use this memory."""
     if buffer.nbytes % ALIGNMENT_BYTES:
         return False
-    address: int = np.frombuffer(buffer, dtype=np.uint8).ctypes.data if buffer.nbytes else 0
+    if not buffer.nbytes:
+        return True
+    if buffer.readonly:
+        address: int = np.frombuffer(buffer, dtype=np.uint8).ctypes.data
+    else:
+        # A fifth of the time of the other way, for every object.
+        address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
     return address % ALIGNMENT_BYTES == 0
 
 
@@ -170,14 +177,21 @@ def read_start(path: str, size_bytes: int) -> bytes:
 
 
 def _transfer(descriptor: int, buffers: list[memoryview], call: object, position: int = 0) -> None:
-    rest = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
-    while rest:
+    rest, left = buffers, sum(buffer.nbytes for buffer in buffers)
+    while left:
         count: int = call(descriptor, rest, position)  # type: ignore[operator]
         if count <= 0:
             raise TierCorruptError("the file was truncated while it was read")
+        left -= count
         position += count
-        while rest and count >= rest[0].nbytes:
-            count -= rest[0].nbytes
-            rest.pop(0)
-        if rest and count:
-            rest[0] = rest[0][count:]
+        if left:
+            rest = _without([buffer.cast("B") for buffer in rest], count)
+
+
+def _without(buffers: list[memoryview], count: int) -> list[memoryview]:
+    """The buffers without their first ``count`` bytes."""
+    for number, buffer in enumerate(buffers):
+        if count < buffer.nbytes:
+            return [buffer[count:], *buffers[number + 1 :]]
+        count -= buffer.nbytes
+    return []

@@ -108,6 +108,7 @@ class FileSystemTier(Tier):
         self.report = ScanReport()
         self._probe_direct_again = False
         self._root = Path(document.path)
+        self._root_path = str(self._root)
         self._direct_io = document.direct_io
         self._limits = limits
         self._modes = Modes(0o640, 0o750, None) if gid is None else Modes(0o660, 0o2770, gid)
@@ -296,18 +297,19 @@ class FileSystemTier(Tier):
             raise
         except OSError as error:
             raise self._read_error(ref, path, error) from error
-        self._index.learn(ref.namespace, ref.key, ObjectFacts(meta.tenant, meta.expires_at))
-        if 0 < meta.expires_at <= self._wall():
+        now, facts = self._wall(), ObjectFacts(meta.tenant, meta.expires_at)
+        if 0 < meta.expires_at <= now:
             with contextlib.suppress(TierError):
                 self.delete(ref)
             raise TierExpiredError(f"{path} has expired")
-        self._index.touch(ref.namespace, ref.key, meta.previous)
-        if self._wall() - modified > TOUCH_SECONDS:
+        previous = self._index.used(ref.namespace, ref.key, meta.previous, facts)
+        if now - modified > TOUCH_SECONDS:
             with contextlib.suppress(OSError):
                 # By the file system's clock, which all hosts can compare; this needs no ownership.
                 os.utime(path)
-        previous = self._index.previous(ref.namespace, ref.key)
-        return replace(meta, previous=previous) if previous else meta
+        if not previous or previous == meta.previous:
+            return meta
+        return replace(meta, previous=previous)
 
     def _read_file(self, path: str, ref: ObjectRef, into: memoryview) -> tuple[ObjectMeta, float]:
         try:
@@ -569,7 +571,7 @@ class FileSystemTier(Tier):
         return error.errno in GONE and os.path.isdir(self._root)
 
     def _path(self, ref: ObjectRef) -> str:
-        return object_path(str(self._root), ref.namespace, ref.key)
+        return object_path(self._root_path, ref.namespace, ref.key)
 
     def _set_unusable(self, ref: ObjectRef, replaceable: bool, generation: int) -> None:
         if self._unusable.add(ref, replaceable, generation):
