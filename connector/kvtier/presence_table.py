@@ -1,7 +1,7 @@
 """A map from keys to presence bits for lookups of thousands of keys at once.
 
 A key is represented by 62 bits of its hash, so one that was never set has bits with a probability
-of one in 10^12 for a million keys. Whoever acts on the bits must name the whole key to who holds
+of one in 10^12 for a million keys. What acts on the bits must name the whole key to the store of
 the object. In return a key takes 32 to 64 bytes, 96 while the table grows, and a lookup of many
 keys is a few calls of numpy, whose reads of memory do not wait for one another.
 

@@ -20,6 +20,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvtier.engines.common.held_chunks import HeldChunks
 from kvtier.engines.common.lora import AdapterDigests
 from kvtier.engines.common.request_state import RequestState, reads_no_cache
 from kvtier.engines.common.tierd_session import TierdSession
