@@ -42,7 +42,7 @@ class _Slots:
         # Otherwise each of the first changes waits until the kernel has cleared 2 MiB.
         memory.madvise(MADV_NOHUGEPAGE)
         cells: NDArray[np.int64] = np.frombuffer(memory, np.int64)
-        self.cells = memoryview(cells)
+        self.cells = memoryview(memory).cast("q")
         """The tag of slot n is cell 2n, and its bits are the cell after it."""
         self.tags, self.bits = cells[::2], cells[1::2]
 

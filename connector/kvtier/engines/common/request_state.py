@@ -233,7 +233,8 @@ class RequestState:
         self, chunks: Iterable[tuple[int, int, int]]
     ) -> tuple[tuple[int, bytes], ...]:
         """Returns the keys of (group, first chunk, first chunk after them), as (group, hash)."""
-        hashes, keys = self._hashes, []
+        hashes = self._hashes
+        keys: list[tuple[int, bytes]] = []
         for group, begin, end in chunks:
             keys += zip(repeat(group), hashes[begin:end], strict=False)
         return tuple(keys)
