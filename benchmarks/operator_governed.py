@@ -3,9 +3,9 @@
 A real API server holds 500 policies and the 2,000 pods that they govern. Controller and webhook run
 as their own processes with default settings, the controller as two replicas. Then 18,000 pods
 without a policy are added, most of them in namespaces without policies, and the processes are
-started again. The leader is killed with SIGKILL, and a policy changes. The ratio is the leader's
-memory with all pods divided by its memory with the governed ones; 1 means that memory follows what
-is governed.
+started again. The leader is killed with SIGKILL, and the policy that comes last in every list
+changes. The ratio is the leader's memory with all pods divided by its memory with the governed
+ones; 1 means that memory follows what is governed.
 """
 
 from __future__ import annotations
@@ -129,10 +129,11 @@ async def measure(arguments: argparse.Namespace, cluster: Any, home: Path) -> li
             scale.pod(served[n % policies % SPACES], n, policies) for n in range(arguments.governed)
         )
         await scale.make(client, PODS, governed, "governed pods")
-        few = await _row(client, cluster, home / "few", served[0], arguments)
+        last = max((served[n % SPACES], f"p{n:04d}") for n in range(policies))
+        few = await _row(client, cluster, home / "few", last, arguments)
         rest = _without_policy(served, others, arguments.pods - arguments.governed)
         await scale.make(client, PODS, rest, "pods without a policy")
-        many = await _row(client, cluster, home / "many", served[0], arguments)
+        many = await _row(client, cluster, home / "many", last, arguments)
         return [few, many]
 
 
@@ -156,8 +157,13 @@ def _without_policy(served: list[str], others: list[str], count: int) -> Iterato
 
 
 async def _row(
-    client: ApiClient, cluster: Any, home: Path, namespace: str, arguments: argparse.Namespace
+    client: ApiClient,
+    cluster: Any,
+    home: Path,
+    last: tuple[str, str],
+    arguments: argparse.Namespace,
 ) -> Measured:
+    """``last``: namespace and name of the policy that comes last in every list."""
     home.mkdir()  # noqa: ASYNC240  (a benchmark's own directory)
     async with AsyncExitStack() as stack:
         began = time.perf_counter()
@@ -179,7 +185,7 @@ async def _row(
         memory = [each.memory() for each in (leader, replica, started[2])]
         leader.process.send_signal(signal.SIGKILL)
         killed = time.perf_counter()
-        change = asyncio.ensure_future(scale.change(client, namespace, "p0000"))
+        change = asyncio.ensure_future(scale.change(client, *last))
         await _until("the replica leads", lambda: _leads(replica))
         leading = time.perf_counter() - killed
         await change

@@ -22,6 +22,7 @@ from benchmarks.common import options, progress, report
 from benchmarks.gpu import engines
 
 from kvtier.config.models import Daemon
+from kvtier.harness.engine_process import json_answers
 
 ANSWER_SECONDS = 240.0
 START, ADDED, ANSWER = 4096, 512, 32
@@ -35,8 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def serve(chosen: argparse.Namespace) -> None:
     """One engine that answers lines of JSON on its standard input."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    answer = json_answers()
     from vllm import SamplingParams
 
     llm, run_directory = engines.make_engine(
@@ -60,13 +60,16 @@ def serve(chosen: argparse.Namespace) -> None:
         seconds = time.perf_counter() - begin
         if prompts:
             engines.settle(run_directory, lambda: ask([list(range(1000, 1033))]), 20)
-        answer = {
-            "seconds": seconds,
-            "cached": [int(each.num_cached_tokens or 0) for each in outputs],
-            "tokens": [list(each.outputs[0].token_ids) for each in outputs],
-            "sessions": engines.status(run_directory).get("sessions", []) if run_directory else [],
-        }
-        print(json.dumps(answer), file=answers, flush=True)
+        answer(
+            {
+                "seconds": seconds,
+                "cached": [int(each.num_cached_tokens or 0) for each in outputs],
+                "tokens": [list(each.outputs[0].token_ids) for each in outputs],
+                "sessions": engines.status(run_directory).get("sessions", [])
+                if run_directory
+                else [],
+            }
+        )
     os._exit(0)
 
 

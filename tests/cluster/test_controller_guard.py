@@ -188,6 +188,7 @@ ESCALATIONS = [
     }),
     Call("pod that was not injected", "DELETE", core("pods", "bare")),
     Call("pod of kube-system", "DELETE", core("pods", "injected", "kube-system")),
+    Call("pod of the operator's namespace", "DELETE", core("pods", "injected", OPERATOR)),
     Call("all pods", "DELETE", core("pods")),
     Call("exec", "POST", core("pods", "injected/exec"), None, query=("command=sh",)),
     patch("ephemeral container", core("pods", "injected/ephemeralcontainers"), {}),
@@ -220,6 +221,11 @@ ESCALATIONS = [
         "ConfigMap", "chat-live",
         owners=[OWNER, {"apiVersion": "v1", "kind": "Node", "name": "n", "uid": "u"}],
     )),
+    patch("node as another owner of live values", core("configmaps", "chat-live"), {
+        "metadata": {"ownerReferences": [
+            OWNER, {"apiVersion": "v1", "kind": "Node", "name": "n", "uid": "u"},
+        ]}
+    }),
     patch("own settings", core("configmaps", "kvtier-settings", OPERATOR), {"data": {"x": "y"}}),
     # Secrets.
     Call("token of another account", "POST", core("secrets"), child(
@@ -389,6 +395,7 @@ def account(
             found.uninstall()
             for path in (core("configmaps", "aws-auth", "kube-system"),
                          core("pods", "injected", "kube-system"),
+                         core("pods", "injected", OPERATOR),
                          apps("deployments", "dns", "kube-system"),
                          "/api/v1/persistentvolumes/kvtier-foreign",
                          core("secrets", "kvtier-webhook-certificates", OPERATOR),
@@ -407,6 +414,7 @@ def _objects_of_others() -> list[tuple[str, Any]]:
         (core("configmaps", "", "kube-system"), {"metadata": {"name": "aws-auth"}}),
         (apps("deployments", "", "kube-system"), dns),
         (core("pods", "", "kube-system"), {"metadata": injected, **pod}),
+        (core("pods", "", OPERATOR), {"metadata": injected, **pod}),
         (core("configmaps"), {"metadata": {"name": "mine"}}),
         (core("configmaps"), child("ConfigMap", "chat-live", data={"live.json": "{}"}, owners=[])),
         (core("secrets"), {"metadata": {"name": "db"}, **SECRET}),

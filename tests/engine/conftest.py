@@ -15,7 +15,7 @@ import pytest
 from kvtier import payload as payload_writer
 from kvtier.config.models import Daemon
 from kvtier.harness.engine_requests import ReferenceEngine
-from kvtier.harness.engine_testbed import EngineOptions, EngineTestbed, start_reference_engine
+from kvtier.harness.engine_testbed import EngineOptions, EngineTestbed, running_reference
 from kvtier.harness.tiny_model import write_llama
 
 
@@ -48,11 +48,8 @@ def payload(scratch: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def plain(model: Path, payload: Path, scratch: Path) -> Iterator[ReferenceEngine]:
-    engine = start_reference_engine(model, payload, scratch / "plain.log")
-    try:
-        yield ReferenceEngine(engine.wait_ready())
-    finally:
-        engine.kill()
+    with running_reference(model, payload, scratch / "plain.log") as engine:
+        yield engine
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.harness.engine_requests import ReferenceEngine
-from kvtier.harness.engine_testbed import CHUNK_TOKENS, EngineTestbed, start_reference_engine
+from kvtier.harness.engine_testbed import CHUNK_TOKENS, EngineTestbed, running_reference
 from kvtier.harness.tiny_model import prompt, write_lora
 
 OPTIONS: dict[str, object] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
@@ -27,11 +27,8 @@ def adapters(scratch: Path) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def plain_lora(model: Path, payload: Path, scratch: Path) -> Iterator[ReferenceEngine]:
-    engine = start_reference_engine(model, payload, scratch / "plain-lora.log", **OPTIONS)
-    try:
-        yield ReferenceEngine(engine.wait_ready())
-    finally:
-        engine.kill()
+    with running_reference(model, payload, scratch / "plain-lora.log", **OPTIONS) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from kvtier.harness.engine_testbed import (
     CHUNK_TOKENS,
     EngineOptions,
     EngineTestbed,
-    start_reference_engine,
+    running_reference,
 )
 from kvtier.harness.tiny_model import prompt, write_llama
 
@@ -30,11 +30,8 @@ def other(scratch: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def plain_other(other: Path, payload: Path, scratch: Path) -> Iterator[ReferenceEngine]:
-    engine = start_reference_engine(other, payload, scratch / "plain-other.log")
-    try:
-        yield ReferenceEngine(engine.wait_ready())
-    finally:
-        engine.kill()
+    with running_reference(other, payload, scratch / "plain-other.log") as engine:
+        yield engine
 
 
 @pytest.fixture(scope="module")

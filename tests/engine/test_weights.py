@@ -17,7 +17,7 @@ from kvtier.harness.engine_testbed import (
     CHUNK_TOKENS,
     EngineOptions,
     EngineTestbed,
-    start_reference_engine,
+    running_reference,
 )
 from kvtier.harness.tiny_model import prompt
 
@@ -56,11 +56,8 @@ def negated(model: Path, scratch: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def plain_negated(negated: Path, payload: Path, scratch: Path) -> Iterator[ReferenceEngine]:
-    engine = start_reference_engine(negated, payload, scratch / "plain-negated.log")
-    try:
-        yield ReferenceEngine(engine.wait_ready())
-    finally:
-        engine.kill()
+    with running_reference(negated, payload, scratch / "plain-negated.log") as engine:
+        yield engine
 
 
 @pytest.fixture(scope="module")

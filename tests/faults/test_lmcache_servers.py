@@ -16,7 +16,7 @@ from tests.support.lmcache_backends import require_lmcache, require_redis
 from kvtier.scorecard import remote_faults, runner
 from kvtier.scorecard.remote_faults import names
 
-REDIS = ("redis-lies", "redis-SIGSTOP", "redis-SIGKILL", "redis-child-SIGKILL")
+REDIS = ("redis-slow", "redis-lies", "redis-SIGSTOP", "redis-SIGKILL", "redis-child-SIGKILL")
 LMCACHE = ("lmcache-garbles", "lmcache-cut-off", "lmcache-SIGKILL", "lmcache-child-SIGSTOP")
 
 

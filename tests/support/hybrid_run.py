@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import gc
 import importlib.util
-import json
 import os
 import sys
 import time
@@ -22,7 +21,7 @@ from typing import Any
 
 from kvtier.config.writer import write
 from kvtier.harness.engine_driver import Driver
-from kvtier.harness.engine_process import cpu_environment, quiet_environment
+from kvtier.harness.engine_process import json_answers, prepare_cpu_engine
 from kvtier.harness.engine_testbed import ENGINE_OPTIONS, EngineOptions
 from kvtier.harness.tiny_model import prompt
 
@@ -189,15 +188,10 @@ def _module(name: str) -> ModuleType:
 
 def main() -> None:
     """Command line: see the module's text."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    os.environ.update(quiet_environment())
-    os.environ.update(cpu_environment())
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ["PYTHONHASHSEED"] = "0"
+    answer = json_answers()
+    prepare_cpu_engine()
     os.environ.update(_module("hybrid_models").MODELS[sys.argv[1]].environment)
-    answers.write(json.dumps(run(sys.argv[1], Path(sys.argv[2]))) + "\n")
-    answers.flush()
+    answer(run(sys.argv[1], Path(sys.argv[2])))
     os._exit(0)
 
 

@@ -23,6 +23,7 @@ from kvtier.tierd.wire import (
     Prefetch,
     Promote,
     Promoted,
+    Queued,
     Ready,
     Reserve,
     Usable,
@@ -109,7 +110,7 @@ class SimulatedTierd:
             self.pins.pop(message.load, None)
         else:
             # What a prefetch brings would only be in RAM earlier.
-            assert isinstance(message, EvictionAck | Prefetch), message
+            assert isinstance(message, EvictionAck | Prefetch | Queued), message
         return True
 
     def acknowledge(self, rank: int, reservation: int, delivered: bool) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from tests.support.engine_configs import tiny_engine_config, tiny_request
 from tests.support.held_copies import HeldCopyEngine
 from tests.support.hybrid_tierd import SimulatedTierd
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -56,7 +57,6 @@ from kvtier.engines.vllm.connector import KVTierConnector
 from kvtier.engines.vllm.metadata import StepMetadata, WorkerReport
 from kvtier.engines.vllm.metrics import KVTierStats
 from kvtier.engines.vllm.scheduler import KVTierConnectorScheduler
-from kvtier.harness.tiny_model import write_llama
 from kvtier.planner import GroupKind, Planner
 from kvtier.tierd.shard_layout import SlotLayout, slot_layouts
 from kvtier.tierd.wire import (
@@ -121,23 +121,6 @@ LAYOUTS: dict[str, Callable[[], list[Any]]] = {
     ],
 }
 """KV cache groups by name."""
-
-
-@functools.cache
-def _vllm_config(directory: Path) -> Any:
-    from vllm.engine.arg_utils import EngineArgs
-
-    write_llama(directory)
-    return EngineArgs(
-        model=str(directory),
-        skip_tokenizer_init=True,
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=1024,
-        block_size=BLOCK,
-        enable_prefix_caching=True,
-        disable_hybrid_kv_cache_manager=False,
-    ).create_engine_config()
 
 
 @dataclass(frozen=True)
@@ -309,7 +292,7 @@ class World:
         from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.structured_output import StructuredOutputManager
 
-        vllm_config = _vllm_config(self.options.directory)
+        vllm_config = tiny_engine_config(self.options.directory, BLOCK)
         blocks = {group.block_tokens for group in self.planner.groups}
         block = max(blocks)
         states = any(group.kind is GroupKind.STATE for group in self.planner.groups)
@@ -367,19 +350,7 @@ class World:
 
     def add(self, name: str, tokens: list[int], new_tokens: int) -> None:
         """A request arrives."""
-        from vllm import SamplingParams
-        from vllm.utils.hashing import sha256
-        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-        from vllm.v1.request import Request
-
-        init_none_hash(sha256)
-        request = Request(
-            name,
-            tokens,
-            SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True),
-            None,
-            block_hasher=get_request_block_hasher(self.planner.hash_tokens, sha256),
-        )
+        request = tiny_request(name, tokens, new_tokens, self.planner.hash_tokens)
         self.requests[name] = request
         self.scheduler.add_request(request)
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from tests.support import scripted_connector
+from tests.support.engine_configs import tiny_engine_config, tiny_request
 from tests.support.scripted_connector import SCRIPTS, Script
 
 from kvtier.engines.vllm.multi.connector import WeightedMultiConnector
 from kvtier.engines.vllm.multi.statistics import MultiStats
-from kvtier.harness.tiny_model import write_llama
 
 BLOCK = 16
 SCRIPTED = {
@@ -41,24 +41,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-@functools.cache
-def base_config(directory: Path) -> Any:
-    """One configuration for all engines; take a copy."""
-    from vllm.engine.arg_utils import EngineArgs
-
-    write_llama(directory)
-    return EngineArgs(
-        model=str(directory),
-        skip_tokenizer_init=True,
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=1024,
-        block_size=BLOCK * 2,
-        enable_prefix_caching=True,
-        disable_hybrid_kv_cache_manager=False,
-    ).create_engine_config()
 
 
 def transfer_config(children: Iterable[dict[str, Any]], **extra: Any) -> Any:
@@ -92,7 +74,7 @@ def kv_cache_config(blocks: int, groups: Iterable[Any] | None = None) -> Any:
 
 def engine_config(directory: Path, transfer: Any, ranks: int = 1) -> Any:
     """A configuration of its own for one engine."""
-    config = copy.copy(base_config(directory))
+    config = copy.copy(tiny_engine_config(directory, 2 * BLOCK))
     for name in ("cache_config", "scheduler_config", "parallel_config"):
         setattr(config, name, copy.copy(getattr(config, name)))
     config.cache_config.block_size = BLOCK
@@ -186,19 +168,7 @@ class MultiWorld:
 
     def add(self, name: str, tokens: list[int], new_tokens: int = 3) -> None:
         """A request arrives."""
-        from vllm import SamplingParams
-        from vllm.utils.hashing import sha256
-        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-        from vllm.v1.request import Request
-
-        init_none_hash(sha256)
-        request = Request(
-            name,
-            tokens,
-            SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True),
-            None,
-            block_hasher=get_request_block_hasher(BLOCK, sha256),
-        )
+        request = tiny_request(name, tokens, new_tokens, BLOCK)
         self.requests[name] = request
         self.scheduler.add_request(request)
 

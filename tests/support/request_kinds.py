@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import json
 import os
 import sys
 import time
@@ -40,7 +39,7 @@ from kvtier.config.models import Topology
 from kvtier.config.writer import write
 from kvtier.engines.vllm.plugin import transfer_config
 from kvtier.harness.engine_driver import Driver
-from kvtier.harness.engine_process import cpu_environment, parse_metrics, quiet_environment
+from kvtier.harness.engine_process import json_answers, parse_metrics, prepare_cpu_engine
 from kvtier.harness.engine_testbed import CHUNK_TOKENS, ENGINE_OPTIONS, EngineOptions
 from kvtier.harness.tiny_model import CPU_LLAMA
 
@@ -375,17 +374,12 @@ def _topology(directory: Path) -> Path:
 
 def main() -> None:
     """Command line: see the module's text."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    os.environ.update(quiet_environment())
-    os.environ.update(cpu_environment())
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ["PYTHONHASHSEED"] = "0"
+    answer = json_answers()
+    prepare_cpu_engine()
     # Compiling takes a minute, and the kernels are used a few times.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     os.environ["NUMBA_DISABLE_JIT"] = "1"
-    answers.write(json.dumps(run(Path(sys.argv[1]))) + "\n")
-    answers.flush()
+    answer(run(Path(sys.argv[1])))
     os._exit(0)
 
 

@@ -1,10 +1,10 @@
 """Processes that store into one shared directory and read what they learn of from each other.
 
-``python -m kvtier.harness.announced_nodes ROOT CONTROL CAPACITY WRITERS READERS PAUSE`` forks one
-process for each writer and reader, each with a file tier over ROOT. A writer stores an object every
-PAUSE seconds until the file ``stop`` is in CONTROL. Every process reads each object that its tier
-announces and compares it with what was stored, and keeps its counts in ``CONTROL/node-N``, until
-the file ``end`` is there.
+``python -m kvtier.harness.announced_nodes ROOT CONTROL CAPACITY WRITERS READERS PAUSE REST`` forks
+one process for each writer and reader, each with a file tier over ROOT. A writer stores an object
+every PAUSE seconds until the file ``stop`` is in CONTROL. Every process reads each object that its
+tier announces and compares it with what was stored, and keeps its counts in ``CONTROL/node-N``,
+until the file ``end`` is there. It looks for new ones every REST seconds.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from kvtier.tiers.base import ObjectRef, TierLimits
 from kvtier.tiers.filesystem import FileSystemTier
 
 SEEDS_PER_NODE = 1_000_000
-STATUS_SECONDS = 0.25
-_LOOP_SECONDS = 0.01
+STATUS_RESTS = 25
+"""Between two reports of a node."""
 
 
 @dataclass(slots=True)
@@ -111,9 +111,9 @@ class AnnouncedNode:
         replace_file(path, json.dumps(asdict(self.status)).encode())
 
 
-def run_node(root: Path, control: Path, capacity_bytes: int, number: int, pause: float) -> None:
-    """Runs one node until it is told to end, with ``pause`` seconds between two stores; 0: none."""
-    node = AnnouncedNode(root, capacity_bytes, number)
+def run_node(node: AnnouncedNode, control: Path, number: int, pause: float, rest: float) -> None:
+    """Runs one node until it is told to end, with ``pause`` seconds between two stores; 0: none.
+    ``rest``: seconds between two looks at what it has learned."""
     report, store_at, report_at = control / f"node-{number}", 0.0, 0.0
     while not (control / "end").exists():
         now = time.monotonic()
@@ -122,9 +122,9 @@ def run_node(root: Path, control: Path, capacity_bytes: int, number: int, pause:
             node.store()
         node.read_learned()
         if now >= report_at:
-            report_at = now + STATUS_SECONDS
+            report_at = now + STATUS_RESTS * rest
             node.report(report)
-        time.sleep(_LOOP_SECONDS)
+        time.sleep(rest)
     node.read_learned()
     node.report(report)
     node.tier.close()
@@ -144,6 +144,7 @@ def main(arguments: Sequence[str]) -> int:
     """Forks the nodes and waits for them. 1 if one failed."""
     root, control = Path(arguments[0]), Path(arguments[1])
     capacity, writers, readers = (int(each) for each in arguments[2:5])
+    rest = float(arguments[6])
     children = []
     for number in range(writers + readers):
         child = os.fork()
@@ -151,7 +152,8 @@ def main(arguments: Sequence[str]) -> int:
             status = 1
             try:
                 pause = float(arguments[5]) if number < writers else 0.0
-                run_node(root, control, capacity, number, pause)
+                node = AnnouncedNode(root, capacity, number)
+                run_node(node, control, number, pause, rest)
                 status = 0
             except BaseException:  # noqa: BLE001
                 traceback.print_exc()

@@ -52,7 +52,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from kvtier.harness.engine_process import quiet_environment
+from kvtier.harness.engine_process import json_answers, quiet_environment
 
 HOOKS = "kvtier_hooks"
 """An option of the driver: functions ("module:name") to call before the engine is created."""
@@ -269,15 +269,9 @@ def _module(file: Path) -> ModuleType:
 
 def main() -> None:
     """Reads commands until standard input ends."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    answer = json_answers()
     os.environ.update(quiet_environment())
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-
-    def answer(content: dict[str, Any]) -> None:
-        answers.write(json.dumps(content) + "\n")
-        answers.flush()
-
     options = json.loads(sys.argv[1])
     for hook in options.pop(HOOKS, ()):
         _function(hook)()

@@ -18,7 +18,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,26 @@ def cpu_environment() -> dict[str, str]:
 def quiet_environment() -> dict[str, str]:
     """Variables that keep an engine from accessing the network."""
     return {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+
+
+def prepare_cpu_engine() -> None:
+    """Sets the variables of a process that runs a CPU engine itself. Before vLLM is imported."""
+    os.environ.update({**quiet_environment(), **cpu_environment()})
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["PYTHONHASHSEED"] = "0"
+
+
+def json_answers() -> Callable[[object], None]:
+    """Reserves this process's standard output for answers; returns what writes one, as a line of
+    JSON. What libraries print goes to standard error."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def answer(content: object) -> None:
+        answers.write(json.dumps(content) + "\n")
+        answers.flush()
+
+    return answer
 
 
 class ManagedProcess:

@@ -47,7 +47,7 @@ from kvtier.harness.engine_process import (
     quiet_environment,
     tierd_processes,
 )
-from kvtier.harness.engine_requests import Requests
+from kvtier.harness.engine_requests import ReferenceEngine, Requests
 
 BLOCK_TOKENS = 32
 CHUNK_TOKENS = 64
@@ -160,6 +160,18 @@ def start_reference_engine(
     """Starts an engine without KVTier; does not wait for it."""
     merged = {"model": str(model), **ENGINE_OPTIONS, **options}
     return DrivenEngine(python, merged, _environment(payload, log.parent / f"{log.stem}-tmp"), log)
+
+
+@contextmanager
+def running_reference(
+    model: Path, payload: Path, log: Path, **options: Any
+) -> Iterator[ReferenceEngine]:
+    """An engine without KVTier that is ready. It is killed at the end."""
+    engine = start_reference_engine(model, payload, log, **options)
+    try:
+        yield ReferenceEngine(engine.wait_ready())
+    finally:
+        engine.kill()
 
 
 def _environment(payload: Path, temporary: Path) -> dict[str, str]:

@@ -34,6 +34,8 @@ START_SECONDS = 120.0
 RECOVERY_SECONDS = 120.0
 DAMAGE_SECONDS = 0.2
 STORE_SECONDS = 0.2
+REST_SECONDS = 0.01
+"""Between two looks of a process at what it has learned, on a machine that is not slow."""
 
 Damage = Callable[[Path], None]
 
@@ -67,7 +69,9 @@ NAMES = (*DAMAGES, READERS_NAME)
 class AnnouncedNodes:
     """The processes of one fault."""
 
-    def __init__(self, root: Path, home: Path, writers: int, readers: int) -> None:
+    def __init__(
+        self, root: Path, home: Path, writers: int, readers: int, patience: float = 1.0
+    ) -> None:
         self.root = root
         self.capacity_bytes = READERS_CAPACITY_BYTES if readers else CAPACITY_BYTES
         self.count = writers + readers
@@ -75,7 +79,7 @@ class AnnouncedNodes:
         home.mkdir(parents=True)
         root.mkdir(parents=True)
         command = [sys.executable, "-m", "kvtier.harness.announced_nodes", str(root), str(home)]
-        numbers = (self.capacity_bytes, writers, readers, STORE_SECONDS)
+        numbers = (self.capacity_bytes, writers, readers, STORE_SECONDS, REST_SECONDS * patience)
         self._log = home / "log"
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -125,14 +129,21 @@ def _all_known(found: dict[int, NodeCounts]) -> bool:
 
 
 def run(
-    name: str, root: Path, home: Path, seconds: float, slack_seconds: float = 0.0
+    name: str,
+    root: Path,
+    home: Path,
+    seconds: float,
+    slack_seconds: float = 0.0,
+    patience: float = 1.0,
 ) -> Measurements:
     """Runs one fault on a new directory ``root``; logs and counts are in ``home``.
-    ``slack_seconds``: what a slow machine may add to a wait of a second."""
+    ``slack_seconds``: what a slow machine may add to a wait of a second. ``patience``: what waits
+    are multiplied by."""
     damage = DAMAGES.get(name)
-    measurements, patience = Measurements(), 1 + slack_seconds
+    measurements = Measurements()
     writers, readers = (NODES, 0) if damage is not None else (1, READERS)
-    nodes = AnnouncedNodes(root, home, writers, readers)
+    nodes = AnnouncedNodes(root, home, writers, readers, patience)
+    patience *= 1 + slack_seconds
     damaged = 0
     try:
         if not nodes.wait(patience * START_SECONDS, lambda found: bool(_logs(root))):

@@ -432,7 +432,12 @@ def announcement_fault(
     """A fault of the logs of a directory that several processes share."""
     try:
         found = announcement_faults.run(
-            name, place / name, home / f"{name}-nodes", options.seconds, options.slack_seconds
+            name,
+            place / name,
+            home / f"{name}-nodes",
+            options.seconds,
+            options.slack_seconds,
+            options.patience,
         )
     except (OSError, TimeoutError) as error:
         reason = f"the fault could not be injected: {type(error).__name__}: {error}"

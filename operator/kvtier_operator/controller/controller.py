@@ -350,7 +350,7 @@ class Controller:
 
     async def _work_as_leader(self, stop: asyncio.Event) -> None:
         """Runs until it is cancelled. Starts with a reconcile of every policy, because the previous
-        leader may have been interrupted at any point.
+        leader may have been interrupted at any point. Policies that changed since are the first.
         """
         parts: list[Coroutine[Any, Any, None]] = [
             self._poller.run(stop),
@@ -361,8 +361,10 @@ class Controller:
                 rotate_certificates(self._client, self._settings, stop, metrics=self._metrics)
             )
         self._leads = True
-        for key in self.enqueuer.index.keys():  # noqa: SIM118  (no mapping)
-            self.queue.add(key)
+        # A replica that follows adds keys and handles none. How long they have waited here says
+        # nothing about what is urgent.
+        self.queue.clear()
+        self.enqueuer.add_policies()
         try:
             async with asyncio.TaskGroup() as group:
                 for each in parts:

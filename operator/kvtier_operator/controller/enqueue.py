@@ -5,7 +5,7 @@ Secrets are not watched: the operator has no right to list them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from kvtier_operator.api.settings import RolloutStrategy
@@ -83,6 +83,13 @@ class Enqueuer:
         self._add = add
         self._gone = gone
 
+    def add_policies(self) -> None:
+        """Adds every policy. A policy whose latest generation has no status goes first."""
+        for key in self.index.keys():  # noqa: SIM118  (no mapping)
+            cached = self.index.get(key)
+            observed = cached is not None and _is_observed(cached.raw)
+            self._add(key, 0.0 if observed else AHEAD_SECONDS)
+
     def has_policy(self, namespace: str, name: str, uid: str) -> bool:
         """Whether a policy with that uid exists."""
         cached = self.index.get((namespace, name))
@@ -155,6 +162,13 @@ class Enqueuer:
     def _add_all(self, keys: Iterable[Key], after_seconds: float = 0.0) -> None:
         for key in keys:
             self._add(key, after_seconds)
+
+
+def _is_observed(raw: Object) -> bool:
+    """Whether the status is about the policy's latest generation."""
+    status = raw.get("status")
+    seen = status.get("observedGeneration") if isinstance(status, Mapping) else None
+    return seen is not None and seen == raw["metadata"].get("generation")
 
 
 def _inputs(raw: Object) -> tuple[Any, ...]:

@@ -128,6 +128,13 @@ class WorkQueue:
         self.add(key, pause)
         return pause
 
+    def clear(self) -> None:
+        """Removes every key that waits, and what is known of failures."""
+        self._due.clear()
+        self._heap.clear()
+        self._again.clear()
+        self._failures.clear()
+
     def forget(self, key: Key) -> None:
         """Removes the key, because its policy is gone."""
         self._failures.pop(key, None)

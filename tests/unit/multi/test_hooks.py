@@ -136,14 +136,27 @@ def test_every_hook_can_be_called_as_the_base_class_says(hook: str) -> None:
     assert list(offered) == list(wanted)
 
 
-@pytest.mark.parametrize("hook", sorted(ARGUMENTS))
-def test_every_child_gets_a_hook(hook: str, directory: Path) -> None:
-    role, arguments = ARGUMENTS[hook]
+def _made_for(directory: Path, hook: str) -> Any:
+    """A connector of the side that has the hook, within a step."""
+    role, _ = ARGUMENTS[hook]
     made = multi(directory, role)
     if role is WORKER:
         made.bind_connector_metadata(_step())
-    asked = "get_transfer_results" if hook == "get_block_ids_with_load_errors" else hook
-    getattr(made, asked)(*(({"done"},) if asked != hook else arguments))
+    return made
+
+
+def _ask(made: Any, hook: str) -> Any:
+    """Calls the hook, or the one that asks the children for its answer."""
+    if hook == "get_block_ids_with_load_errors":
+        return made.get_transfer_results({"done"})
+    return getattr(made, hook)(*ARGUMENTS[hook][1])
+
+
+@pytest.mark.parametrize("hook", sorted(ARGUMENTS))
+def test_every_child_gets_a_hook(hook: str, directory: Path) -> None:
+    arguments = ARGUMENTS[hook][1]
+    made = _made_for(directory, hook)
+    _ask(made, hook)
     assert [(name, args) for name, args in calls(hook) if args == arguments] == [
         ("one", arguments),
         ("two", arguments),
@@ -154,13 +167,10 @@ def test_every_child_gets_a_hook(hook: str, directory: Path) -> None:
 def test_a_child_that_raises_hurts_neither_the_engine_nor_the_others(
     hook: str, directory: Path
 ) -> None:
-    role, arguments = ARGUMENTS[hook]
-    made = multi(directory, role)
-    if role is WORKER:
-        made.bind_connector_metadata(_step())
+    arguments = ARGUMENTS[hook][1]
+    made = _made_for(directory, hook)
     recording.ANSWERS[("one", hook)] = RuntimeError("no")
-    asked = "get_transfer_results" if hook == "get_block_ids_with_load_errors" else hook
-    answer = getattr(made, asked)(*(({"done"},) if asked != hook else arguments))
+    answer = _ask(made, hook)
     assert [name for name, args in calls(hook) if args == arguments] == ["one", "two"]
     recording.ANSWERS.clear()
     stats = answer if hook == "get_kv_connector_stats" else made.get_kv_connector_stats()
@@ -171,13 +181,10 @@ def test_a_child_that_raises_hurts_neither_the_engine_nor_the_others(
 def test_a_child_with_an_answer_of_another_type_hurts_neither_the_engine_nor_the_others(
     hook: str, directory: Path
 ) -> None:
-    role, arguments = ARGUMENTS[hook]
-    made = multi(directory, role)
-    if role is WORKER:
-        made.bind_connector_metadata(_step())
+    arguments = ARGUMENTS[hook][1]
+    made = _made_for(directory, hook)
     recording.ANSWERS[("one", hook)] = object()
-    asked = "get_transfer_results" if hook == "get_block_ids_with_load_errors" else hook
-    getattr(made, asked)(*(({"done"},) if asked != hook else arguments))
+    _ask(made, hook)
     assert [name for name, args in calls(hook) if args == arguments] == ["one", "two"]
 
 

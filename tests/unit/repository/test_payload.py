@@ -16,6 +16,7 @@ from kvtier import payload
 
 MODULES = {
     "__init__",
+    "awaited_nodes",
     "config",
     "engines",
     "errors",

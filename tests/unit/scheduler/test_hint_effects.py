@@ -234,6 +234,14 @@ def test_nothing_is_prefetched_that_is_in_ram(testbed: SchedulerTestbed) -> None
     assert testbed.scheduler.queue.outcomes == {"nothing_missing": 1}
 
 
+def test_a_prefetch_that_tierd_does_not_take_is_not_counted_as_needless(
+    testbed: SchedulerTestbed,
+) -> None:
+    testbed.client.accepts = False
+    prefetching(testbed)
+    assert testbed.scheduler.queue.outcomes == {"not_ready": 1}
+
+
 def test_a_prefetch_waits_for_tierd_for_a_bounded_time() -> None:
     testbed = SchedulerTestbed(attach=False)
     early = hinted(testbed, "early", 1, prefetch=True)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 from tests.unit.scheduler.scheduler_testbed import topology
 
-from kvtier.engines.vllm import early_start, plugin
+from kvtier.engines.vllm import early_pool, early_start, plugin
 
 
 class _Arguments:
@@ -275,4 +275,21 @@ def test_importing_the_connector_lets_kvtier_see_the_weights() -> None:
 
     assert connector.KVTierConnector
     assert weights._models.installed
-    assert weights._models.on_worker is early_start.start_in_engine_process
+    assert weights._models.on_model is early_pool.begin
+
+
+def test_the_core_of_an_engine_starts_tierd_before_its_workers(
+    directory: str, supervisors: list[_Supervisor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.engine.core import EngineCore
+
+    from kvtier.engines.vllm import connector
+
+    assert connector.KVTierConnector
+    monkeypatch.setenv(early_start.ATTACHED_VARIABLE, directory)
+    monkeypatch.setattr(
+        "multiprocessing.current_process", lambda: SimpleNamespace(name="EngineCore")
+    )
+    with pytest.raises(TypeError):
+        EngineCore()  # type: ignore[call-arg]
+    assert [each.directory for each in supervisors] == [directory]

@@ -25,6 +25,7 @@ from kvtier.config.writer import write
 from kvtier.engines.common.worker_loads import IDENTITY_CHANGED
 from kvtier.engines.vllm import counters
 from kvtier.engines.vllm.connector import tier_names
+from kvtier.engines.vllm.load_records import MAX_DURATIONS, LoadCounts
 from kvtier.engines.vllm.metrics import MAX_OBSERVATIONS, KVTierPromMetrics, KVTierStats
 from kvtier.store.types import PromotionOutcome
 from kvtier.tierd.wire import LiveSettings, Promote, Usable
@@ -267,7 +268,9 @@ def _counted_by(node: ast.AST) -> Iterator[tuple[str, str]]:
         owner = ast.unparse(node.func.value)
         if node.func.attr in SOURCES:
             counter, position = SOURCES[node.func.attr]
-            yield from ((counter, value) for value in _strings(node.args[position]))
+            # Other classes have methods of these names without a reason.
+            for argument in node.args[position : position + 1]:
+                yield from ((counter, value) for value in _strings(argument))
         elif node.func.attr == "add" and owner.endswith("_counters"):
             for value in _strings(node.args[0]):
                 if value not in NOT_EVENTS:
@@ -497,3 +500,14 @@ def _totals(text: str) -> dict[str, float]:
         if name.endswith(("_total", "_count", "_sum")) and not line.startswith("#"):
             totals[name] = totals.get(name, 0) + float(line.rpartition(" ")[2])
     return totals
+
+
+def test_durations_are_bounded_until_they_are_collected() -> None:
+    counts = LoadCounts()
+    for _ in range(MAX_DURATIONS + 10):
+        counts.note_wait(0.1)
+        counts.note_load("disk", 0.2)
+    assert len(counts.wait_seconds) == MAX_DURATIONS
+    assert {tier: len(each) for tier, each in counts.load_seconds.items()} == {
+        "disk": MAX_DURATIONS
+    }

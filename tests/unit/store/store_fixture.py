@@ -354,6 +354,12 @@ class StoreFixture:
         while self.io.run_all(lanes):
             self.pump()
 
+    def fill(self, chunks: int) -> None:
+        """Stores chunks 0, 1, ..., and settles after each."""
+        for chunk in range(chunks):
+            self.put(chunk)
+            self.settle()
+
     def credits(self, engine: str = "e", group: int = 0) -> list[int]:
         """Unused credits of the engine, from its own point of view."""
         granted = [

@@ -13,13 +13,6 @@ def key(chunk: int) -> bytes:
     return b"\0" + block_hash(chunk)
 
 
-def fill(fixture: StoreFixture, chunks: int) -> None:
-    """Stores chunks 0, 1, ... and settles."""
-    for chunk in range(chunks):
-        fixture.put(chunk)
-        fixture.settle()
-
-
 def test_an_engine_is_granted_a_quarter_of_the_pool_ahead_of_need() -> None:
     fixture = StoreFixture(slots=16)
     fixture.engine()
@@ -81,7 +74,7 @@ def test_an_inconsistent_engine_description_is_rejected(info: EngineInfo) -> Non
 def test_the_pool_is_filled_before_anything_is_evicted() -> None:
     fixture = StoreFixture(slots=16)
     fixture.engine()
-    fill(fixture, 11)
+    fixture.fill(11)
     assert fixture.eviction_notices() == []
     # 11 objects, 4 credits and 1 slot in reserve for reads make 16.
     fill_one_more(fixture)
@@ -96,7 +89,7 @@ def fill_one_more(fixture: StoreFixture) -> None:
 def test_the_least_recently_loaded_object_is_evicted_first() -> None:
     fixture = StoreFixture(slots=16)
     fixture.engine()
-    fill(fixture, 11)
+    fixture.fill(11)
     ready = fixture.load(0)
     fixture.store.release_load("e", ready.load)
     fill_one_more(fixture)
@@ -106,7 +99,7 @@ def test_the_least_recently_loaded_object_is_evicted_first() -> None:
 def test_the_end_of_a_loaded_prefix_is_evicted_before_its_beginning() -> None:
     fixture = StoreFixture(slots=16)
     fixture.engine()
-    fill(fixture, 11)
+    fixture.fill(11)
     ready = fixture.load(*range(11))
     fixture.store.release_load("e", ready.load)
     fill_one_more(fixture)
@@ -116,7 +109,7 @@ def test_the_end_of_a_loaded_prefix_is_evicted_before_its_beginning() -> None:
 def test_an_evicted_slot_is_granted_only_after_the_acknowledgement() -> None:
     fixture = StoreFixture(slots=16)
     fixture.engine()
-    fill(fixture, 12)
+    fixture.fill(12)
     (leaving,) = fixture.eviction_notices()
     assert fixture.advance(0.05) == []
     assert fixture.store.accounts().evicting == PAGE
@@ -130,7 +123,7 @@ def test_an_evicted_slot_is_granted_only_after_the_acknowledgement() -> None:
 def test_without_an_acknowledgement_an_evicted_slot_is_free_after_100_ms() -> None:
     fixture = StoreFixture(slots=16)
     fixture.engine()
-    fill(fixture, 12)
+    fixture.fill(12)
     wake = fixture.store.next_wake()
     assert wake is not None
     assert wake <= fixture.clock.now + 0.1
@@ -143,7 +136,7 @@ def test_without_an_acknowledgement_an_evicted_slot_is_free_after_100_ms() -> No
 def test_a_use_cancels_the_eviction_and_the_object_is_announced_again(wanted_by: str) -> None:
     fixture = StoreFixture(slots=16)
     fixture.engine()
-    fill(fixture, 12)
+    fixture.fill(12)
     (leaving,) = fixture.eviction_notices()
     assert fixture.held(NAMESPACE).get(key(0), 0) & 1 == 0
     before = len(fixture.events)
@@ -166,7 +159,7 @@ def test_a_use_cancels_the_eviction_and_the_object_is_announced_again(wanted_by:
 def test_nothing_that_is_being_loaded_is_evicted_however_many_slots_are_wanted() -> None:
     fixture = StoreFixture(slots=16)
     fixture.engine()
-    fill(fixture, 11)
+    fixture.fill(11)
     ready = fixture.load(*range(11))
     assert len(ready.slots) == 11
     for chunk in range(20, 25):
@@ -184,7 +177,7 @@ def test_objects_of_a_namespace_without_engines_are_evicted_without_a_notice() -
         fixture.settle()
     fixture.store.close_engine("old", True)
     fixture.engine("e")
-    fill(fixture, 10)
+    fixture.fill(10)
     assert fixture.eviction_notices() == []
     assert fixture.counted("evictions") > 0
 

@@ -409,9 +409,7 @@ class TestArc:
 def test_the_policy_of_the_document_is_followed(name, survives: bool) -> None:  # type: ignore[no-untyped-def]
     fixture = StoreFixture(slots=16, eviction_policy=name)
     fixture.engine()
-    for chunk in range(3):
-        fixture.put(chunk)
-        fixture.settle()
+    fixture.fill(3)
     for _ in range(2):
         ready = fixture.load(0, 1, 2)
         fixture.store.release_load("e", ready.load)

@@ -10,9 +10,7 @@ from kvtier.store.generations import unpack_location
 def stored(chunks: int, slots: int = 16) -> StoreFixture:
     fixture = StoreFixture(slots=slots)
     fixture.engine()
-    for chunk in range(chunks):
-        fixture.put(chunk)
-        fixture.settle()
+    fixture.fill(chunks)
     return fixture
 
 

@@ -78,15 +78,21 @@ def test_too_many_announcements_at_once_cause_a_new_listing_of_the_tier(
     assert fixture.counted("presence_relisted", "disk") == 1
 
 
-def test_a_tier_is_listed_again_in_parts_while_it_changes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def _listed_again(monkeypatch: pytest.MonkeyPatch) -> StoreFixture:
+    """A tier with so many changes that it is listed again, in several parts."""
     monkeypatch.setattr(presence, "MAX_QUEUED_CHANGES", 10)
     monkeypatch.setattr(presence, "LISTED_PER_PUMP", 8)
     fixture = StoreFixture()
     fixture.engine()
     for chunk in range(50):
         fixture.tier.put(NAMESPACE, key(chunk), (PAGE,))
+    return fixture
+
+
+def test_a_tier_is_listed_again_in_parts_while_it_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fixture = _listed_again(monkeypatch)
     held = dict.fromkeys(range(50))
     looks = 0
     while fixture.store.next_wake() == fixture.clock.now:
@@ -107,12 +113,7 @@ def test_a_tier_is_listed_again_in_parts_while_it_changes(
 def test_changes_lost_during_a_listing_cause_another_listing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(presence, "MAX_QUEUED_CHANGES", 10)
-    monkeypatch.setattr(presence, "LISTED_PER_PUMP", 8)
-    fixture = StoreFixture()
-    fixture.engine()
-    for chunk in range(50):
-        fixture.tier.put(NAMESPACE, key(chunk), (PAGE,))
+    fixture = _listed_again(monkeypatch)
     fixture.pump()
     fixture.pump()
     for chunk in range(50):
@@ -126,12 +127,7 @@ def test_changes_lost_during_a_listing_cause_another_listing(
 def test_a_namespace_that_is_closed_while_its_tier_is_listed_is_not_announced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(presence, "MAX_QUEUED_CHANGES", 10)
-    monkeypatch.setattr(presence, "LISTED_PER_PUMP", 8)
-    fixture = StoreFixture()
-    fixture.engine()
-    for chunk in range(50):
-        fixture.tier.put(NAMESPACE, key(chunk), (PAGE,))
+    fixture = _listed_again(monkeypatch)
     fixture.pump()
     fixture.store.close_engine("e", True)
     while fixture.store.next_wake() == fixture.clock.now:

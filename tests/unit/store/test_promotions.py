@@ -325,9 +325,7 @@ def test_a_key_stored_by_an_engine_ends_the_wait_for_its_read() -> None:
 def test_reads_make_room_by_evicting_and_wait_for_it() -> None:
     fixture = StoreFixture(slots=16)
     fixture.engine()
-    for chunk in range(11):
-        fixture.put(chunk)
-        fixture.settle()
+    fixture.fill(11)
     fixture.put_in_tier(*range(100, 104))
     promotion = fixture.promote(*range(100, 104))
     # One slot was in reserve; the evictions provide the others.
@@ -343,9 +341,7 @@ def test_reads_make_room_by_evicting_and_wait_for_it() -> None:
 def test_a_prefix_ends_where_no_slot_is_free_and_is_counted() -> None:
     fixture = StoreFixture(slots=16)
     fixture.engine()
-    for chunk in range(11):
-        fixture.put(chunk)
-        fixture.settle()
+    fixture.fill(11)
     fixture.load(*range(11))
     fixture.put_in_tier(100, 101, 102)
     promotion = fixture.promote(100, 101, 102)
@@ -381,9 +377,7 @@ def test_under_weighted_selection_a_slow_tier_is_not_read_for_a_few_chunks_more(
     values = live(Selection.WEIGHTED, disk=LiveTier(load_weight=10))
     fixture = StoreFixture(values=values)
     fixture.engine()
-    for chunk in range(4):
-        fixture.put(chunk)
-        fixture.settle()
+    fixture.fill(4)
     fixture.put_in_tier(4)
     assert ended(fixture, fixture.promote(0, 1, 2, 3, 4)) == (PromotionOutcome.PARTIAL, 4)
     assert fixture.counted("selections", "", "highest_score") == 1

@@ -173,9 +173,7 @@ def test_writes_beyond_the_pending_bytes_limit_wait_and_are_written_later() -> N
 def test_after_a_burst_a_tier_holds_everything_that_ram_holds() -> None:
     fixture = StoreFixture(slots=300, values=live(disk=LiveTier(max_pending_store_bytes=16 * PAGE)))
     fixture.engine()
-    for chunk in range(200):
-        fixture.put(chunk)
-    fixture.settle()
+    fixture.fill(200)
     assert len(fixture.tier.objects) == 200
     assert fixture.store.pinned_bytes == 0
 
@@ -198,9 +196,7 @@ def test_an_object_that_is_evicted_before_its_write_is_counted() -> None:
 def test_the_beginning_of_a_loaded_prefix_is_touched_last_in_the_tiers() -> None:
     fixture = StoreFixture()
     fixture.engine()
-    for chunk in range(3):
-        fixture.put(chunk)
-        fixture.settle()
+    fixture.fill(3)
     fixture.load(0, 1, 2)
     assert fixture.tier.touched == [ref(2), ref(1), ref(0)]
 

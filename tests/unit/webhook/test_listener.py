@@ -132,13 +132,20 @@ def test_a_failure_of_the_lister_admits_the_pod_unchanged(
     asyncio.run(go())
 
 
+def _held_until(release: threading.Event) -> Any:
+    """A decision that takes until then."""
+
+    def decide(_policy: Any, found: Any, *_: Any) -> Any:
+        release.wait(20)
+        return Injected(dict(found))
+
+    return decide
+
+
 def test_a_decision_that_takes_too_long_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "BUDGET_SECONDS", 0.1)
     release = threading.Event()
-
-    def wait(policy: Any, found: Any, *_: Any) -> Any:
-        release.wait(20)
-        return Injected(dict(found))
+    wait = _held_until(release)
 
     async def go() -> None:
         async with running(fixture(), wait) as webhook:
@@ -171,10 +178,7 @@ def test_the_timeout_of_the_api_server_is_parsed(text: str, seconds: float) -> N
 
 def test_a_shorter_timeout_of_the_api_server_is_honoured() -> None:
     release = threading.Event()
-
-    def wait(policy: Any, found: Any, *_: Any) -> Any:
-        release.wait(20)
-        return Injected(dict(found))
+    wait = _held_until(release)
 
     async def go() -> None:
         async with running(fixture(), wait) as webhook:
@@ -193,10 +197,7 @@ def test_the_liveness_check_fails_when_every_thread_hangs(
 ) -> None:
     monkeypatch.setattr(listener, "BUDGET_SECONDS", 0.05)
     release, now = threading.Event(), [0.0]
-
-    def wait(policy: Any, found: Any, *_: Any) -> Any:
-        release.wait(20)
-        return Injected(dict(found))
+    wait = _held_until(release)
 
     async def go() -> None:
         async with running(fixture(), wait, clock=lambda: now[0]) as webhook:

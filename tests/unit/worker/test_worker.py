@@ -149,11 +149,8 @@ def test_without_metadata_the_hooks_do_nothing(testbed: WorkerTestbed) -> None:
     assert testbed.worker.get_finished(set()) == (None, None)
 
 
-def test_before_tierd_answers_nothing_is_stored_and_loads_end_at_once(
-    tmp_path: Path,
-) -> None:
-    testbed = make_worker_testbed(tmp_path, attach=False)
-    testbed.start(loads=[load_job(7, A, limit=0.01)], stores=[store_job(3, 0, B)])
+def _until_ended(testbed: WorkerTestbed) -> tuple[set[str], dict[int, int]]:
+    """Steps until a load and a store have ended; returns the requests and stores that have."""
     done: set[str] = set()
     stores: dict[int, int] = {}
 
@@ -164,6 +161,15 @@ def test_before_tierd_answers_nothing_is_stored_and_loads_end_at_once(
         return bool(done and stores)
 
     wait_until(ended)
+    return done, stores
+
+
+def test_before_tierd_answers_nothing_is_stored_and_loads_end_at_once(
+    tmp_path: Path,
+) -> None:
+    testbed = make_worker_testbed(tmp_path, attach=False)
+    testbed.start(loads=[load_job(7, A, limit=0.01)], stores=[store_job(3, 0, B)])
+    done, stores = _until_ended(testbed)
     assert (testbed.epoch, done, stores) == (0, {"request-7"}, {3: 1})
     assert testbed.engine.submitted[2:] == [], "beyond the proof's own two nothing was copied"
     testbed.worker.shutdown()
@@ -236,16 +242,7 @@ def test_a_bug_in_the_copies_turns_kvtier_off_and_reports_what_was_open(
         raise ZeroDivisionError("a bug")
 
     testbed.engine.done = broken  # type: ignore[method-assign]
-    done: set[str] = set()
-    stores: dict[int, int] = {}
-
-    def ended() -> bool:
-        taken = testbed.step()
-        done.update(taken.recving)
-        stores.update(taken.stores_done)
-        return bool(done and stores)
-
-    wait_until(ended)
+    _until_ended(testbed)
     assert "copies failed" in caplog.text
     assert testbed.engine.drains, "reported after the copies have ended"
     taken = testbed.step(loads=[load_job(8, C)], stores=[store_job(4, testbed.slot(3), C)])

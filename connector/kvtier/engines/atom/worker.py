@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -17,33 +17,17 @@ from kvtier.engines.common.worker_state import (
     RankContext,
     RankShards,
     SlotGenerations,
-    WorkerClient,
+    WorkerClientFactory,
+    connect_worker,
 )
 from kvtier.engines.common.worker_thread import TransferThread
 from kvtier.processes import own_identity
-from kvtier.tierd.client import ClientOptions, TierdClient
 from kvtier.tierd.liveness import hold_peer_lock
-from kvtier.tierd.wire import PROTOCOL, Hello, Message
+from kvtier.tierd.wire import PROTOCOL, Hello
 from kvtier.transfer.codec import Codec
 from kvtier.transfer.factory import register_pool, unregister_pool
 
 logger = logging.getLogger(__name__)
-ClientFactory = Callable[
-    [Path, Callable[[], Hello], Callable[[Message], None], Callable[[str], None]], WorkerClient
-]
-
-
-def connect(
-    run_directory: Path,
-    hello: Callable[[], Hello],
-    sink: Callable[[Message], None],
-    on_lost: Callable[[str], None],
-    *,
-    private: bool = False,
-) -> WorkerClient:
-    """Returns the real client."""
-    options = ClientOptions(require_private=private)
-    return TierdClient(run_directory, hello, sink, on_lost, options=options)
 
 
 class AtomWorker(AtomRank):
@@ -53,11 +37,13 @@ class AtomWorker(AtomRank):
         self,
         structural: Structural,
         identity: RankIdentity,
-        client: ClientFactory | None = None,
+        client: WorkerClientFactory | None = None,
     ) -> None:
         super().__init__(identity)
         self._run_directory = Path(structural.run_directory)
-        self._make_client = client or partial(connect, private=structural.daemon is Daemon.ENGINE)
+        self._make_client = client or partial(
+            connect_worker, private=structural.daemon is Daemon.ENGINE
+        )
         self._thread: TransferThread | None = None
         self._codec: Codec | None = None
 

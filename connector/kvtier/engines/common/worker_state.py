@@ -1,6 +1,6 @@
 """What the engine's thread and the transfer thread of a rank share: completions and counters.
 
-Also the context that loads and stores work in, and the outbox to tierd.
+Also the context that loads and stores work in, the client of tierd, and the outbox to it.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 from kvtier.engines.common.jobs import BlockRun, LoadJob, LoadResult
 from kvtier.store.generations import PAGE_SHIFT
-from kvtier.tierd.wire import Message, Ready
+from kvtier.tierd.client import ClientOptions, TierdClient
+from kvtier.tierd.wire import Hello, Message, Ready
 from kvtier.tiers.base import ALIGNMENT_BYTES
 from kvtier.transfer.engine import Copy, CopyEngine
 
@@ -44,6 +46,25 @@ class WorkerClient(Protocol):
     def drop(self, reason: str) -> None: ...
 
     def close(self, timeout_seconds: float) -> None: ...
+
+
+WorkerClientFactory = Callable[
+    [Path, Callable[[], Hello], Callable[[Message], None], Callable[[str], None]], WorkerClient
+]
+"""(run directory, hello, sink, on_lost) -> client."""
+
+
+def connect_worker(
+    run_directory: Path,
+    hello: Callable[[], Hello],
+    sink: Callable[[Message], None],
+    on_lost: Callable[[str], None],
+    *,
+    private: bool = False,
+) -> WorkerClient:
+    """Returns the real client."""
+    options = ClientOptions(require_private=private)
+    return TierdClient(run_directory, hello, sink, on_lost, options=options)
 
 
 class Counters:

@@ -91,9 +91,13 @@ def _watch_engine() -> None:
     own is forked. Where it is spawned, the plugin does this (``KVTIER_TOPOLOGY``).
     """
     try:
-        weights.install(early_start.start_in_engine_process, early_pool.begin)
+        weights.install(on_model=early_pool.begin)
     except Exception as error:  # the worker side reports that the weights are unknown
         logger.exception("KVTier: cannot watch the loading of weights: %s", error)
+    try:
+        early_start.start_with_core()
+    except Exception as error:  # noqa: BLE001 - the connector starts tierd itself
+        logger.warning("KVTier: tierd is not started early: %s", error)
 
 
 _watch_engine()

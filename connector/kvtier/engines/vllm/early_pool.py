@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from pathlib import Path
 
 import torch
@@ -50,10 +51,24 @@ def take() -> EarlyRegistration | None:
 
 
 def abandon() -> None:
-    """Undoes a registration that was started, because the engine serves without tiers."""
+    """Undoes a registration that was started, because the engine serves without tiers. Does not
+    wait for the device, and never raises."""
     early = take()
-    if early is not None:
+    if early is None:
+        return
+    try:
+        threading.Thread(
+            target=_undo, args=(early,), name="kvtier-early-pool-end", daemon=True
+        ).start()
+    except RuntimeError as error:
+        logger.warning("KVTier: an early registration is not undone: %s", error)
+
+
+def _undo(early: EarlyRegistration) -> None:
+    try:
         early.abandon()
+    except Exception as error:  # noqa: BLE001 - the engine serves without it
+        logger.warning("KVTier: an early registration is not undone: %s", error)
 
 
 def _filled_end(path: Path, begin: int) -> int:

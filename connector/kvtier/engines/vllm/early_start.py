@@ -7,10 +7,12 @@ connector's scheduler side will be built, and the connector takes it over.
 
 from __future__ import annotations
 
+import functools
 import logging
 import multiprocessing
 import os
 from pathlib import Path
+from typing import Any
 
 from kvtier.config.loader import load_for_engine
 from kvtier.config.models import Topology
@@ -22,6 +24,7 @@ topology directory of the connector that the engine will have."""
 ENGINE_PROCESS = "EngineCore"
 """How vLLM names the process of an EngineCore, with the rank behind it under data parallelism."""
 ABANDON_SECONDS = 1.5
+_WRAPPED = "_kvtier_starts_tierd"
 logger = logging.getLogger(__name__)
 _started: dict[str, Supervisor] = {}
 
@@ -38,6 +41,27 @@ def start_in_engine_process() -> None:
     directory = os.environ.get(ATTACHED_VARIABLE, "")
     if directory and multiprocessing.current_process().name.startswith(ENGINE_PROCESS):
         start(directory)
+
+
+def start_with_core() -> None:
+    """Lets ``start_in_engine_process`` run when vLLM creates the core of an engine: before the
+    workers, which are other processes under tensor parallelism, load weights.
+
+    Raises ``ImportError`` or ``AttributeError`` for a vLLM without it. Idempotent.
+    """
+    from vllm.v1.engine.core import EngineCore
+
+    original = EngineCore.__init__
+    if getattr(original, _WRAPPED, False):
+        return
+
+    @functools.wraps(original)
+    def create(self: Any, *arguments: Any, **named: Any) -> None:
+        start_in_engine_process()
+        original(self, *arguments, **named)
+
+    setattr(create, _WRAPPED, True)
+    EngineCore.__init__ = create
 
 
 def start(directory: str) -> None:

@@ -51,6 +51,10 @@ class ActiveLoad:
         return self.source_tiers[index] if index < len(self.source_tiers) else 0
 
 
+MAX_DURATIONS = 4_096
+"""Of each kind since statistics were last collected. Further ones are counted, and not timed."""
+
+
 @dataclass(slots=True)
 class LoadCounts:
     """Counts for vLLM's statistics since they were last collected."""
@@ -66,6 +70,17 @@ class LoadCounts:
     load_seconds: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     """By the name of the slowest tier."""
     tier_bytes: Counter[str] = field(default_factory=Counter)
+
+    def note_wait(self, seconds: float) -> None:
+        """An admitted request has waited for secondary tiers."""
+        if len(self.wait_seconds) < MAX_DURATIONS:
+            self.wait_seconds.append(seconds)
+
+    def note_load(self, tier: str, seconds: float) -> None:
+        """Every rank has reported a load, whose slowest tier this is."""
+        durations = self.load_seconds[tier]
+        if len(durations) < MAX_DURATIONS:
+            durations.append(seconds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -297,7 +297,7 @@ class LoadsInFlight:
                 self.counts.tier_bytes[name] += load.object_bytes[index]
             self.loaded_tokens[tier] += tokens
         slowest = max((load.tier(i) for i in range(len(load.chunk_tokens))), default=0)
-        self.counts.load_seconds[self._session.tier_name(slowest)].append(load.seconds)
+        self.counts.note_load(self._session.tier_name(slowest), load.seconds)
         if complete:
             return
         self.counts.failures[load.failure.split(":")[0] or "partial"] += 1

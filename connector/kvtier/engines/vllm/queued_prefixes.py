@@ -157,7 +157,9 @@ class QueuedPrefixes:
                 continue
             keys = self._look_up(state).missing
             prefetch = self._send(keys, state) if keys else 0
-            self.outcomes["started" if prefetch else "nothing_missing"] += 1
+            self.outcomes[
+                "started" if prefetch else "not_ready" if keys else "nothing_missing"
+            ] += 1
             if prefetch:
                 self._kept.append((until, prefetch))
 

@@ -194,7 +194,7 @@ class KVTierConnectorScheduler:
         counts.queried_tokens += max(0, state.request.num_tokens - state.computed_tokens)
         counts.decisions[decision] += 1
         if state.promotion_tried and state.lookup_started_at is not None:
-            counts.wait_seconds.append(self._clock() - state.lookup_started_at)
+            counts.note_wait(self._clock() - state.lookup_started_at)
 
     def update_state_after_alloc(
         self, request: Request, block_ids: Sequence[Sequence[int]], num_external_tokens: int

@@ -51,7 +51,6 @@ class _LoadedModels:
 
     def __init__(self) -> None:
         self.installed = False
-        self.on_worker: Callable[[], None] | None = None
         self.on_model: Callable[[], None] | None = None
         self.workers: list[weakref.ref[Any]] = []
         self.created: weakref.WeakKeyDictionary[torch.nn.Module, frozenset[str]] = (
@@ -72,19 +71,16 @@ class _LoadedModels:
 _models = _LoadedModels()
 
 
-def install(
-    on_worker: Callable[[], None] | None = None, on_model: Callable[[], None] | None = None
-) -> None:
+def install(on_model: Callable[[], None] | None = None) -> None:
     """Wraps vLLM's worker and model loading. Idempotent. Call it before models are loaded.
 
-    ``on_worker`` is called when a worker is created, and ``on_model`` when it has a device and is
-    about to load weights, for each model. They must not raise.
+    ``on_model`` is called when a worker has a device and is about to load weights, for each model.
+    It must not raise.
     Raises ``ImportError`` or ``AttributeError`` for a vLLM without these functions.
     """
     from vllm.model_executor.model_loader import utils
     from vllm.v1.worker.worker_base import WorkerBase
 
-    _models.on_worker = on_worker or _models.on_worker
     _models.on_model = on_model or _models.on_model
     _wrap(WorkerBase, "__init__", _note_worker, before=False)
     # vLLM calls it for each model, drafts included, before the model's weights are loaded.
@@ -113,8 +109,6 @@ def _wrap(owner: Any, name: str, note: Callable[[Any], None], *, before: bool) -
 def _note_worker(worker: Any) -> None:
     alive = [each for each in _models.workers if each() is not None]
     _models.workers = [*alive, weakref.ref(worker)]
-    if _models.on_worker is not None:
-        _models.on_worker()
 
 
 def _note_model(model: torch.nn.Module) -> None:

@@ -31,7 +31,8 @@ from kvtier.engines.common.worker_state import (
     RankContext,
     RankShards,
     SlotGenerations,
-    WorkerClient,
+    WorkerClientFactory,
+    connect_worker,
 )
 from kvtier.engines.common.worker_thread import TransferThread
 from kvtier.engines.vllm import early_pool, weights
@@ -40,9 +41,8 @@ from kvtier.engines.vllm.metadata import StepMetadata, WorkerReport
 from kvtier.errors import KVTierError
 from kvtier.planner import Planner
 from kvtier.processes import own_identity
-from kvtier.tierd.client import ClientOptions, TierdClient
 from kvtier.tierd.liveness import hold_peer_lock
-from kvtier.tierd.wire import PROTOCOL, Hello, Message
+from kvtier.tierd.wire import PROTOCOL, Hello
 from kvtier.transfer.calibration import SCRATCH_BYTES, calibrate
 from kvtier.transfer.codec import Codec, build_codec
 from kvtier.transfer.engine import CopyEngine
@@ -60,24 +60,7 @@ EARLY_BYTES = 512 << 20
 """An engine that computes nothing may resume a request while so much of its load is being copied,
 about 10 ms at 50 GB/s: launching the kernels of its step takes as long. A request that arrives in
 this time waits for the copies too."""
-WorkerClientFactory = Callable[
-    [Path, Callable[[], Hello], Callable[[Message], None], Callable[[str], None]], WorkerClient
-]
-"""(run directory, hello, sink, on_lost) -> client."""
 CopyEngineFactory = Callable[[Mapping[str, object], Codec], CopyEngine]
-
-
-def connect_worker(
-    run_directory: Path,
-    hello: Callable[[], Hello],
-    sink: Callable[[Message], None],
-    on_lost: Callable[[str], None],
-    *,
-    private: bool = False,
-) -> WorkerClient:
-    """Returns the real client."""
-    options = ClientOptions(require_private=private)
-    return TierdClient(run_directory, hello, sink, on_lost, options=options)
 
 
 class KVTierConnectorWorker:
