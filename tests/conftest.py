@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,16 @@ def _logs_of_kvtier() -> Iterator[None]:
     before = logger.propagate, logger.level, list(logger.handlers)
     yield
     logger.propagate, logger.level, logger.handlers[:] = before
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _sockets_of_vllm() -> Iterator[None]:
+    """vLLM leaves the files of its sockets behind; they lie in a directory that is removed. Its
+    path is short: a socket's has at most 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="kvtier-rpc-", ignore_cleanup_errors=True) as path:
+        os.environ["VLLM_RPC_BASE_PATH"] = path
+        yield
+        del os.environ["VLLM_RPC_BASE_PATH"]
 
 
 @pytest.hookimpl(trylast=True)

@@ -31,7 +31,7 @@ START, ADDED, ANSWER = 4096, 512, 32
 def add_options(parser: argparse.ArgumentParser) -> None:
     """How much there is to hold."""
     parser.add_argument("--conversations", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=6)
 
 
 def serve(chosen: argparse.Namespace) -> None:

@@ -77,6 +77,8 @@ class HeldCopyEngine(CpuCopyEngine):
         with self._mutex:
             if self._fail:
                 message, self._fail = self._fail, ""
+                # A device that has failed runs nothing of it afterwards.
+                self._held = [each for each in self._held if each[0] is not handle]
                 raise RuntimeError(message)
             return all(held is not handle for held, _ in self._held)
 

@@ -265,6 +265,8 @@ class KVTierConnectorScheduler:
                 decode_tokens += scheduled_tokens
                 continue
             admitted, state.scheduled = not state.scheduled, True
+            if admitted:
+                self.queue.remove(state)
             request = state.request
             known, computed = request.num_tokens, request.num_computed_tokens
             tokens = computed + scheduled_tokens
