@@ -7,7 +7,8 @@ is the worst median of a first lookup divided by the target. Times are of the th
 other processes do not change; the wall time is beside them.
 
 With ``--groups 3`` the model has a group of full attention, a sliding window and a linear state,
-and a prefix is usable if every group has what it needs.
+and a prefix is usable if every group has what it needs. Of the other keys in the replica
+``--in-ram`` are in RAM and the rest in a file tier.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -132,9 +134,14 @@ def topology() -> Topology:
 
 
 class Bench:
-    """A scheduler side with a replica of ``keys`` keys, for prompts of ``tokens`` tokens."""
+    """A scheduler side for prompts of ``tokens`` tokens, with a replica of ``keys`` keys.
 
-    def __init__(self, tokens: int, chunk: int, block: int, keys: int, groups: int = 1) -> None:
+    Of these ``in_ram`` are in RAM, and the others in a file tier.
+    """
+
+    def __init__(
+        self, tokens: int, chunk: int, block: int, keys: int, groups: int = 1, in_ram: int = 30_000
+    ) -> None:
         self.tokens, self.block = tokens, block
         kinds = [
             KVCacheGroup(GroupKind.FULL, block),
@@ -170,9 +177,9 @@ class Bench:
         session.receive(Usable(bits=RAM | DISK))
         self._sequence = 0
         self._add([], snapshot=True)
-        self.hold(
-            (b"\0" + hashlib.sha256(str(number).encode()).digest() for number in range(keys)), RAM
-        )
+        others = (b"\0" + hashlib.sha256(str(number).encode()).digest() for number in range(keys))
+        self.hold(islice(others, in_ram), RAM)
+        self.hold(others, DISK)
         self._numbers = iter(range(1, 1 << 30))
 
     def _add(self, added: list[tuple[bytes, int]], snapshot: bool = False) -> None:
@@ -192,17 +199,18 @@ class Bench:
                 piece = []
         self._add(piece)
 
-    def request(self, present: float, bits: int = RAM, missing_groups: int = 0) -> Any:
+    def request(self, present: float, bits: int = RAM, holes: dict[int, int] | None = None) -> Any:
         """A new request of which this share of chunks is present, from the first on.
 
-        Of the last ``missing_groups`` groups nothing is present.
+        ``holes``: of this group only every n-th chunk is present; 0: none is.
         """
         request = _Request(f"r{next(self._numbers)}", self.tokens, self.block)
         stride = self.planner.hashes_per_chunk
         hashes = request.block_hashes[stride - 1 :: stride]
         held = hashes[: int(len(hashes) * present)]
-        for group in range(len(self.planner.groups) - missing_groups):
-            self.hold((bytes([group]) + each for each in held), bits)
+        for group in range(len(self.planner.groups)):
+            nth = (holes or {}).get(group, 1)
+            self.hold((bytes([group]) + each for each in (held[::nth] if nth else ())), bits)
         return request
 
     def ask(self, request: Any, computed: int = 0) -> int | None:
@@ -227,11 +235,11 @@ class Bench:
             self.forget(request)
         return took
 
-    def unusable(self, rounds: int) -> list[Elapsed]:
-        """Seconds of first questions where one group has nothing, and the others everything."""
+    def unusable(self, rounds: int, bits: int, holes: dict[int, int]) -> list[Elapsed]:
+        """Seconds of first questions where a group lacks so much that no prefix is usable."""
         took = []
         for _ in range(rounds):
-            request = self.request(1.0, RAM, 1)
+            request = self.request(1.0, bits, holes)
             started = _Timer()
             answer = self.ask(request)
             took.append(started.elapsed())
@@ -277,7 +285,8 @@ def main() -> None:
         parser.add_argument("--tokens", type=int, default=131_072, help="length of the prompts")
         parser.add_argument("--chunk", type=int, default=256, help="tokens of a chunk")
         parser.add_argument("--block", type=int, default=16, help="tokens of an engine's block")
-        parser.add_argument("--keys", type=int, default=1_000_000, help="keys in the replica")
+        parser.add_argument("--keys", type=int, default=750_000, help="keys in the replica")
+        parser.add_argument("--in-ram", type=int, default=30_000, help="of them in RAM")
         parser.add_argument(
             "--groups", type=int, choices=sorted(TARGET_SECONDS), default=1, help="KV cache groups"
         )
@@ -285,12 +294,13 @@ def main() -> None:
 
     given = options(__doc__.splitlines()[0], more)
     progress(f"filling a replica with {given.keys} keys")
-    bench = Bench(given.tokens, given.chunk, given.block, given.keys, given.groups)
+    bench = Bench(given.tokens, given.chunk, given.block, given.keys, given.groups, given.in_ram)
     whole = bench.planner.tokens(bench.planner.max_hit_chunks(given.tokens))
     half = int(given.tokens // given.chunk * 0.5) * given.chunk
     cases: list[tuple[str, bool, Callable[[], list[Elapsed]]]] = [
         ("all in RAM", True, lambda: bench.first(1.0, RAM, given.rounds, whole)),
         ("half in RAM", True, lambda: bench.first(0.5, RAM, given.rounds, half)),
+        ("half in a file tier", True, lambda: bench.first(0.5, DISK, given.rounds, None)),
         ("none", True, lambda: bench.first(0.0, RAM, given.rounds, 0)),
         (
             "all in a file tier (asks for promotion)",
@@ -303,7 +313,15 @@ def main() -> None:
         ("after a promotion", False, lambda: bench.promoted(given.rounds)),
     ]
     if given.groups > 1:
-        cases.append(("no state anywhere", True, lambda: bench.unusable(given.rounds)))
+        cases += [
+            ("no state, rest in RAM", True, lambda: bench.unusable(given.rounds, RAM, {2: 0})),
+            ("no state, rest in files", True, lambda: bench.unusable(given.rounds, DISK, {2: 0})),
+            (
+                "half of each window in files",
+                True,
+                lambda: bench.unusable(given.rounds, DISK, {1: 2}),
+            ),
+        ]
     target = TARGET_SECONDS[given.groups]
     rows, worst = [], 0.0
     for name, judged, measure in cases:
@@ -326,7 +344,7 @@ def main() -> None:
     report(
         given.json,
         f"One lookup: {given.tokens} tokens, chunks of {given.chunk}, {given.groups} groups, "
-        f"replica of {given.keys} keys",
+        f"replica of {given.keys} keys, {given.in_ram} of them in RAM",
         ("case", "median CPU us", "99 % CPU us", "worst CPU us", "median wall us"),
         rows,
         worst / target,

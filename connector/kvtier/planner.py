@@ -23,15 +23,22 @@ blocks and starts a new generation; steps of an earlier generation say nothing a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import NamedTuple
+from itertools import repeat
+from typing import NamedTuple, Protocol
 
 from kvtier.errors import KVTierError
 
 MAX_CHUNK_TOKENS = 1 << 20
 """Above any context length in use. The common multiple of odd block sizes can be very large."""
+
+
+FIRST_BATCH = 16
+"""Chunks that are looked up together; each further batch has four times as many, up
+to ``LARGEST_BATCH``. Most prompts are not held at all, which the first batch tells."""
+LARGEST_BATCH = 1_024
 
 
 class UnsupportedGeometryError(KVTierError):
@@ -86,6 +93,20 @@ class KVCacheGroup:
         return 0
 
 
+class Presence(Protocol):
+    """Which objects of a request's chunks are there."""
+
+    def first_missing(self, group: int, begin: int, end: int) -> int:
+        """The first chunk from ``begin`` on of which a group has no object; ``end`` if it has each
+        one before ``end``."""
+        ...
+
+    def held(self, group: int, begin: int, end: int) -> Sequence[object]:
+        """Of each chunk from ``begin`` to before ``end``: a true value if a group has its object,
+        else a false one."""
+        ...
+
+
 class Part(NamedTuple):
     """The blocks of one object that a prefix needs.
 
@@ -100,6 +121,16 @@ class Part(NamedTuple):
     block: int
     blocks: int
     tokens: int = 0
+
+
+def _whole_parts(
+    group: int, chunks: range, per_chunk: int, blocks: int, tokens: int
+) -> Iterable[Part]:
+    """The parts of objects that are needed as a whole. Without a call in Python for each."""
+    begin, step = (chunks.start + 1) * per_chunk - blocks, per_chunk
+    at = range(begin, begin + len(chunks) * step, step)
+    fields = zip(repeat(group), chunks, repeat(0), at, repeat(blocks), repeat(tokens), strict=False)
+    return map(tuple.__new__, repeat(Part), fields)
 
 
 def effective_chunk_tokens(groups: Sequence[KVCacheGroup], chunk_tokens: int) -> int:
@@ -299,25 +330,41 @@ class Planner:
         chunk unless there is one group of full attention. In prefix order within each group.
         O(number of chunks).
         """
-        size = self.chunk_tokens
         counted = self.counted_group
-        parts = []
-        for number, group in enumerate(self.groups):
-            block, per_chunk = group.block_tokens, self.blocks_per_chunk(number)
-            held, end_block = self.object_blocks(number), end_tokens // block
+        parts: list[Part] = []
+        for number, begin, stop in self.needed_chunks(start_tokens, end_tokens):
+            group, per_chunk = self.groups[number], self.blocks_per_chunk(number)
+            block, held = group.block_tokens, self.object_blocks(number)
             token_block = block if number == counted else 0
-            begin_block = max(start_tokens // block, group.first_needed_block(end_tokens))
-            for chunk in range(begin_block * block // size, -(-end_tokens // size)):
-                stop = (chunk + 1) * per_chunk
-                first = stop - held
-                begin = first if first > begin_block else begin_block
-                blocks = (stop if stop < end_block else end_block) - begin
+            first_block = max(start_tokens // block, group.first_needed_block(end_tokens))
+            end_block = end_tokens // block
+            # The objects between the first and the last one are needed as a whole.
+            whole = range(begin + 1, stop - 1)
+            for chunk in (begin, stop - 1)[: stop - begin]:
+                if chunk > begin:
+                    parts += _whole_parts(number, whole, per_chunk, held, held * token_block)
+                end = (chunk + 1) * per_chunk
+                at = max(end - held, first_block)
+                blocks = min(end, end_block) - at
                 if blocks > 0:
                     tokens = blocks * token_block
-                    parts.append(Part(number, chunk, begin - first, begin, blocks, tokens))
+                    parts.append(Part(number, chunk, at - end + held, at, blocks, tokens))
         if counted < 0 and parts:
             parts[-1] = parts[-1]._replace(tokens=end_tokens - start_tokens)
         return parts
+
+    def needed_chunks(self, start_tokens: int, end_tokens: int) -> list[tuple[int, int, int]]:
+        """Which objects ``needed`` names: for each group, in order, the group, the first chunk of
+        which the prefix needs the object, and the first one after these."""
+        size = self.chunk_tokens
+        found = []
+        for number, group in enumerate(self.groups):
+            block = group.block_tokens
+            begin_block = max(start_tokens // block, group.first_needed_block(end_tokens))
+            begin, stop = begin_block * block // size, -(-end_tokens // size)
+            if begin < stop:
+                found.append((number, begin, stop))
+        return found
 
     @property
     def counted_group(self) -> int:
@@ -328,60 +375,85 @@ class Planner:
                 return number
         return -1
 
-    def longest_prefix(
-        self, start_tokens: int, max_chunks: int, has: Callable[[int, int], object]
-    ) -> int:
+    def longest_prefix(self, start_tokens: int, max_chunks: int, presence: Presence) -> int:
         """Chunks of the longest usable prefix of at most ``max_chunks`` chunks; 0 if none is longer
         than ``start_tokens``, which are computed.
 
-        ``has(group, chunk)``: whether the object is there. O(number of chunks), and of a group that
-        is not full attention only what decides is looked up.
+        O(number of chunks), and of a group that is not full attention only what decides is looked
+        up.
         """
         first, end = self.chunks(start_tokens), max_chunks
-        others: list[int] = []
+        scans: list[_GroupScan] = []
         for number, group in enumerate(self.groups):
             if group.kind is not GroupKind.FULL:
-                others.append(number)
-                continue
-            chunk = first
-            while chunk < end and has(number, chunk):
-                chunk += 1
-            end = chunk
+                scans.append(_GroupScan(self, number, start_tokens, presence))
+            elif end > first:
+                end = presence.first_missing(number, first, end)
         # A state is one lookup, a window is many.
-        others.sort(key=lambda number: self.groups[number].kind is not GroupKind.STATE)
-        present = dict.fromkeys(others, end)
+        scans.sort(key=lambda scan: scan.group.kind is not GroupKind.STATE)
+        before = -1
+        while end > first and end != before:
+            before = end
+            for scan in scans:
+                end = scan.longest(end)
+        return end if end > first else 0
+
+
+class _GroupScan:
+    """Looks for what prefixes need of one group that is not full attention, from the last chunk on
+    backwards. Each object is looked at once."""
+
+    def __init__(
+        self, planner: Planner, number: int, start_tokens: int, presence: Presence
+    ) -> None:
+        self.group = planner.groups[number]
+        self._number = number
+        self._start_tokens = start_tokens
+        self._size = planner.chunk_tokens
+        self._presence = presence
+        self._first = start_tokens // planner.chunk_tokens
+        self._complete: int | None = None
+        """Every chunk from here on is there, up to the end of the last call."""
+        self._low = 0
+        self._held: Sequence[object] = ()
+        """Of the chunks from ``_low`` on."""
+        self._batch = FIRST_BATCH
+
+    def longest(self, end: int) -> int:
+        """Chunks of the longest prefix of at most ``end`` chunks for which the group has what it
+        needs; not above the first chunk if there is none. ``end`` does not grow from call to
+        call."""
+        first, has = self._first, self._has
+        complete = end if self._complete is None else min(self._complete, end)
         while end > first:
+            begin = self._begin(end)
+            while complete > begin and has(complete - 1):
+                complete -= 1
+            if complete <= begin:
+                break
             # A prefix that needs less ends before the missing chunk: the first block that a prefix
             # needs does not move back when the prefix grows.
-            missing = self._last_missing(start_tokens, end, present, has)
-            if missing is None:
-                return end
-            end = missing
-        return 0
+            end = complete = complete - 1
+            if self.group.kind is not GroupKind.CHUNKED:
+                while end > first and not has(end - 1):
+                    end = complete = end - 1
+        self._complete = complete
+        return end
 
-    def _last_missing(
-        self,
-        start_tokens: int,
-        end: int,
-        present: dict[int, int],
-        has: Callable[[int, int], object],
-    ) -> int | None:
-        """The last chunk that a prefix of ``end`` chunks lacks in a group of ``present``.
+    def _begin(self, end: int) -> int:
+        """The first chunk that a prefix of ``end`` chunks needs of the group."""
+        group, size = self.group, self._size
+        needed = group.first_needed_block(end * size) * group.block_tokens
+        return max(self._start_tokens, needed) // size
 
-        ``present``: by group, from which chunk on it is known to have every one before ``end``.
-        """
-        size = self.chunk_tokens
-        for number, known in present.items():
-            group = self.groups[number]
-            block = group.first_needed_block(end * size)
-            begin = max(start_tokens, block * group.block_tokens) // size
-            chunk = min(known, end)
-            while chunk > begin and has(number, chunk - 1):
-                chunk -= 1
-            present[number] = chunk
-            if chunk > begin:
-                return chunk - 1
-        return None
+    def _has(self, chunk: int) -> object:
+        at = chunk - self._low
+        if not 0 <= at < len(self._held):
+            self._low = max(self._first, chunk + 1 - self._batch)
+            self._held = self._presence.held(self._number, self._low, chunk + 1)
+            self._batch = min(4 * self._batch, LARGEST_BATCH)
+            at = chunk - self._low
+        return self._held[at]
 
 
 class Frontier:

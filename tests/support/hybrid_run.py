@@ -86,7 +86,7 @@ class SequentialEngine:
         return (
             not self.scheduler.stores.in_flight
             and not self.scheduler.stores.referenced_blocks
-            and all(bits & DISK_BIT for _, bits in replica.items())
+            and all(bits & DISK_BIT for bits in replica.all_bits())
         )
 
     def pass_over(self, wanted: list[list[int]]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import logging
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 
 from kvtier.config.models import Live, Selection
 from kvtier.store.context import StoreContext
@@ -116,15 +116,13 @@ def prefix_candidates(
     """
     found = []
     used: set[int] = set()
-    ends = list(accumulate(tokens))
-    for i, tier in enumerate(tiers):
+    end = total = 0
+    for tier, keys in groupby(tiers):
         used.add(tier)
-        if i + 1 < len(tiers) and tiers[i + 1] == tier:
-            continue
+        begin, end = end, end + len(list(keys))
+        total += sum(tokens[begin:end])
         slowest = min(used, key=lambda t: (weights[t], -t))
-        found.append(
-            Candidate(i + 1, ends[i], tuple(sorted(used)), slowest, ends[i] * weights[slowest])
-        )
+        found.append(Candidate(end, total, tuple(sorted(used)), slowest, total * weights[slowest]))
     return found
 
 

@@ -6,17 +6,18 @@ once. An eviction notice follows every earlier change. A snapshot is sent a few 
 iteration, each of which tells the state of its moment; the changes since its start follow it.
 
 The scheduler's ``Replica`` applies the messages to what it uses as a hint. ``apply`` is called by
-one thread, or by threads that the caller synchronizes; ``get`` may be called by another one
-meanwhile. It takes less than a microsecond, because it is called for every chunk of every prompt.
+one thread, or by threads that the caller synchronizes. Another one may call ``get``, ``get_many``
+and ``location`` meanwhile. Every chunk of every prompt is looked up, so ``get_many`` takes a
+fraction of a microsecond for a key.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
-from kvtier.key_table import KeyTable
+from kvtier.presence_table import PresenceTable
 from kvtier.store.types import MEMORY_BIT, RAM_BITS
 from kvtier.tierd.wire import Delta, EvictionAck, EvictionNotice, Message, Usable
 
@@ -29,7 +30,6 @@ MAX_DEFERRED_KEYS = 65_536
 """Changes that wait behind a snapshot. Beyond that, a new snapshot is shorter."""
 _PARTS = 16
 """Dictionaries of keys in RAM: growing one of a hundred thousand keys takes milliseconds."""
-_FREED_BUCKETS = 4_096
 FORGET_SECONDS = 1.0
 """The store waits for acknowledgements for 100 ms; later ones are of no use."""
 Added = tuple[bytes, int, int]
@@ -252,17 +252,17 @@ class ReplicaPublisher:
         )
 
 
-LOCATION_SHIFT = 20
-ALL_BITS = (1 << LOCATION_SHIFT) - 1
+ALL_BITS = (1 << 20) - 1
+"""Of every presence bit, and some more."""
 
 
 class Replica:
     """Keys (group byte + block hash), the bits of the tiers that hold them, and the location of
     those in RAM.
 
-    Keys in RAM, which the pool bounds, are in dictionaries; their location is above their bits, in
-    one integer. The others, perhaps a million in files, are in a ``KeyTable``, which takes half the
-    memory of a dictionary and never stops to grow.
+    The bits are in a ``PresenceTable``, which takes a fraction of a dictionary's memory, never
+    stops to grow, and knows a key by a part of its hash. The locations of keys in RAM, which the
+    pool bounds, are in dictionaries by the whole key: what is loaded is what was asked for.
 
     ``removals`` rises whenever a bit is cleared or becomes unusable, which invalidates answers
     derived from the replica. ``stale``: a delta is missing; the replica is empty until the next
@@ -270,11 +270,10 @@ class Replica:
     """
 
     __slots__ = (
-        "_elsewhere",
-        "_freed",
-        "_in_ram",
+        "_locations",
         "_next_sequence",
         "_resync_requested",
+        "_table",
         "asked_bits",
         "removals",
         "stale",
@@ -282,12 +281,9 @@ class Replica:
     )
 
     def __init__(self) -> None:
-        self._in_ram: list[dict[bytes, int]] = [{} for _ in range(_PARTS)]
-        """Keys with a location, by their last byte, with bits and location."""
-        self._elsewhere = KeyTable()
-        """The other keys, with bits."""
-        self._freed: list[KeyTable] = []
-        """Tables of before, of which each message frees a part."""
+        self._locations: list[dict[bytes, int]] = [{} for _ in range(_PARTS)]
+        """Of keys in RAM, by their last byte."""
+        self._table = PresenceTable()
         self._next_sequence = 1
         self._resync_requested = False
         self.removals = 0
@@ -298,26 +294,23 @@ class Replica:
         """Of usable tiers that may hold keys which are not in the replica."""
 
     def __len__(self) -> int:
-        return len(self._elsewhere) + sum(map(len, self._in_ram))
-
-    def get_value(self, key: bytes, default: int = 0) -> int:
-        """``& usable_bits``: bits of the usable tiers; ``>> LOCATION_SHIFT``: the location.
-        ``default`` for unknown keys."""
-        return self._in_ram[key[-1] % _PARTS].get(key) or self._elsewhere.get(key) or default
+        return len(self._table)
 
     def get(self, key: bytes) -> int:
         """Bits of the usable tiers that hold ``key``; 0: none known."""
-        return self.get_value(key) & self.usable_bits
+        return self._table.get(key) & self.usable_bits
+
+    def get_many(self, keys: Sequence[bytes]) -> list[int]:
+        """Bits of all tiers that hold each key, usable or not."""
+        return self._table.get_many(keys)
 
     def location(self, key: bytes) -> int:
         """Slot and generation of ``key`` (``generations.pack_location``); 0: not in RAM."""
-        return self.get_value(key) >> LOCATION_SHIFT
+        return self._locations[key[-1] % _PARTS].get(key, 0)
 
-    def items(self) -> Iterator[tuple[bytes, int]]:
-        """Keys and their bits, usable or not. A key that moves meanwhile may occur twice."""
-        yield from ((key, bits) for part in self._elsewhere.parts() for key, bits in part)
-        for in_ram in self._in_ram:
-            yield from ((key, value & ALL_BITS) for key, value in list(in_ram.items()))
+    def all_bits(self) -> Iterator[int]:
+        """The bits of each key, usable or not. For the thread that applies messages."""
+        return self._table.all_bits()
 
     def clear(self) -> None:
         """Empties the replica after the loss of tierd. The next session counts from 1."""
@@ -333,8 +326,6 @@ class Replica:
 
         Evicted keys lose their RAM bits before tierd receives the acknowledgement.
         """
-        if self._freed and not self._freed[-1].clear_part(_FREED_BUCKETS):
-            self._freed.pop()
         if isinstance(message, Usable):
             if self.usable_bits & ~message.bits:
                 self.removals += 1
@@ -355,19 +346,12 @@ class Replica:
         if self.stale:
             # Without the missing delta, additions and removals would be wrong.
             return None
-        in_ram, elsewhere = self._in_ram, self._elsewhere
+        locations, change_bits = self._locations, self._table.change_bits
         for key, added, location in message.added:
-            part = in_ram[key[-1] % _PARTS]
-            value = part.get(key)
             if location:
-                bits = (value or elsewhere.get(key)) & ALL_BITS | added
-                part[key] = bits | location << LOCATION_SHIFT
-                if value is None:
-                    elsewhere.pop(key)
-            elif value is not None:
-                part[key] = value | added
-            else:
-                elsewhere.change_bits(key, added, True)
+                # Before the bits: another thread that sees these finds the location.
+                locations[key[-1] % _PARTS][key] = location
+            change_bits(key, added, True)
         for key, removed in message.removed:
             self._remove(key, removed)
         return None
@@ -380,31 +364,16 @@ class Replica:
         return True
 
     def _remove(self, key: bytes, removed: int) -> None:
-        part = self._in_ram[key[-1] % _PARTS]
-        value = part.get(key)
-        if value is None:
-            self.removals += self._elsewhere.change_bits(key, removed & ALL_BITS, False)
-            return
-        left = value & ~removed
-        if left == value:
-            return
-        self.removals += 1
-        if not removed & MEMORY_BIT:
-            part[key] = left
-            return
-        # Found in one of both by a lookup at any moment.
-        if left & ALL_BITS:
-            self._elsewhere.set(key, left & ALL_BITS)
-        del part[key]
+        self.removals += self._table.change_bits(key, removed & ALL_BITS, False)
+        if removed & MEMORY_BIT:
+            self._locations[key[-1] % _PARTS].pop(key, None)
 
     def _empty(self) -> None:
-        """A large table takes long to free, so that is done in parts."""
         if not len(self):
             return
         self.removals += 1
-        self._freed.append(self._elsewhere)
-        self._elsewhere = KeyTable()
-        for part in self._in_ram:
+        self._table = PresenceTable()
+        for part in self._locations:
             part.clear()
 
     def _invalidate(self) -> None:

@@ -118,6 +118,10 @@ def test_what_is_loaded_is_what_the_engine_reads_and_allocates_and_no_more(
         wanted = {token // block for token in _reads(group, end_tokens) if token >= start_tokens}
         assert loaded == sorted(wanted)
     assert sum(part.tokens for part in parts) == (end_tokens - start_tokens if parts else 0)
+    chunks = planner.needed_chunks(start_tokens, end_tokens)
+    assert [(part.group, part.chunk) for part in parts] == [
+        (group, chunk) for group, begin, stop in chunks for chunk in range(begin, stop)
+    ]
 
 
 @given(planner=_hybrids(), end=st.integers(1, 12))
@@ -132,6 +136,20 @@ def test_an_object_holds_every_block_that_is_loaded_from_it_and_one_is_stored_fo
         assert planner.is_needed(part.group, part.chunk)
 
 
+class _Without:
+    """Every object is there, except for these: (group, chunk)."""
+
+    def __init__(self, missing: set[tuple[int, int]]) -> None:
+        self._missing = missing
+
+    def first_missing(self, group: int, begin: int, end: int) -> int:
+        chunks = range(begin, end)
+        return next((chunk for chunk in chunks if (group, chunk) in self._missing), end)
+
+    def held(self, group: int, begin: int, end: int) -> list[bool]:
+        return [(group, chunk) not in self._missing for chunk in range(begin, end)]
+
+
 @given(data=st.data(), planner=_hybrids(), start=st.integers(0, 6), most=st.integers(0, 10))
 def test_the_longest_prefix_is_the_longest_whose_objects_are_all_there(
     data: st.DataObject, planner: Planner, start: int, most: int
@@ -139,16 +157,14 @@ def test_the_longest_prefix_is_the_longest_whose_objects_are_all_there(
     groups, start_tokens = len(planner.groups), planner.tokens(start)
     objects = [(group, chunk) for group in range(groups) for chunk in range(most)]
     missing = data.draw(
-        st.sets(st.sampled_from(objects), max_size=6) if objects else st.just(set())
+        st.sets(st.sampled_from(objects), max_size=12) if objects else st.just(set())
     )
 
     def usable(end: int) -> bool:
         parts = planner.needed(start_tokens, planner.tokens(end))
         return not any((part.group, part.chunk) in missing for part in parts)
 
-    found = planner.longest_prefix(
-        start_tokens, most, lambda group, chunk: (group, chunk) not in missing
-    )
+    found = planner.longest_prefix(start_tokens, most, _Without(missing))
     assert found == max((end for end in range(start + 1, most + 1) if usable(end)), default=0)
 
 

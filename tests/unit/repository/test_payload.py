@@ -28,6 +28,7 @@ MODULES = {
     "namespace",
     "planner",
     "prefix_order",
+    "presence_table",
     "processes",
     "store",
     "tenants",

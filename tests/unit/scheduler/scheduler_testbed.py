@@ -274,7 +274,7 @@ class SchedulerTestbed:
     """One scheduler side with everything around it.
 
     ``offers_tables``: the output has block tables, as on vLLM 0.32; otherwise the connector tracks
-    them, as on 0.24.
+    them, as on 0.24. ``planner``: of the engine, by default one group of full attention.
     """
 
     def __init__(
@@ -284,6 +284,7 @@ class SchedulerTestbed:
         ranks: int = 1,
         adapters: AdapterDigests | None = None,
         attach: bool = True,
+        planner: Planner | None = None,
     ) -> None:
         self.now = 100.0
         self.offers_tables = offers_tables
@@ -294,7 +295,8 @@ class SchedulerTestbed:
         self._next_block = 1
         self._seen: set[str] = set()
         self.clients: list[FakeClient] = []
-        planner = Planner.build([KVCacheGroup(GroupKind.FULL, BLOCK)], CHUNK, BLOCK, ranks)
+        if planner is None:
+            planner = Planner.build([KVCacheGroup(GroupKind.FULL, BLOCK)], CHUNK, BLOCK, ranks)
         self.scheduler = KVTierConnectorScheduler(
             TierdSession(
                 document or topology(),

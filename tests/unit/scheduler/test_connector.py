@@ -214,9 +214,12 @@ def test_an_error_in_a_lookup_turns_kvtier_off(
     assert connector.get_kv_connector_stats().data["errors"] == {"get_num_new_matched_tokens": 1}  # type: ignore[union-attr]
 
 
-def test_after_an_error_kvtier_is_used_again_a_few_times(
+def test_after_an_unexpected_exception_kvtier_rearms_with_back_off_a_few_times_and_counts_it(
     connector: KVTierConnector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """One exception turns KVTier off, not until restart: it is used again 10, 60 and 360 seconds
+    later. After the fourth one it stays off."""
+    assert connector_module.REARM_SECONDS == (10.0, 60.0, 360.0)
     now = 100.0
     monkeypatch.setattr(connector, "_clock", lambda: now)
     testbed = _attached(connector)

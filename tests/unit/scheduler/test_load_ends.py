@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from tests.unit.scheduler.scheduler_testbed import CHUNK, DISK, FakeRequest, SchedulerTestbed
 
 from kvtier.engines.common.jobs import LoadJob
@@ -85,6 +86,37 @@ def test_a_partial_load_counts_its_tokens_and_a_failure(testbed: SchedulerTestbe
     testbed.report(loads=[testbed.result(job.load, 3, reason="gone")])
     assert testbed.scheduler.loads.in_flight.counts.loaded_tokens == {"ram": 3 * CHUNK}
     assert testbed.scheduler.loads.in_flight.counts.failures == {"gone": 1}
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2, 3])
+def test_a_request_that_lost_one_chunk_to_an_eviction_is_offered_the_shorter_prefix(
+    testbed: SchedulerTestbed, lost: int
+) -> None:
+    """Once more, when vLLM has preempted it: what the failed load has loaded, without the last
+    chunk, because the same again could fail without end."""
+    request = testbed.request(4 * CHUNK + 50)
+    testbed.hold(request.keys(0, 4))
+    offered = testbed.ask(request)
+    assert offered == 4 * CHUNK
+    testbed.client.leaving([request.key(lost)])
+    testbed.admit(request, 0, offered)
+    (job,) = testbed.build().loads
+    assert len(job.slots) == lost, "what comes after the lost chunk is of no use without it"
+    testbed.report(loads=[testbed.result(job.load, lost, reason="gone")])
+    expected = max(0, lost - 1)
+    for chunks in (expected, 0):
+        testbed.run({"r": 64})
+        testbed.preempt(request)
+        testbed.build(preempted=["r"])
+        testbed.now += 100
+        assert testbed.ask(request) == chunks * CHUNK
+        if not chunks:
+            break
+        testbed.admit(request, 0, chunks * CHUNK)
+        (again,) = testbed.build().loads
+        assert len(again.runs) == chunks
+        testbed.report(loads=[testbed.result(again.load, 0, reason="gone")])
+    assert testbed.scheduler.loads.in_flight.counts.failures == {"gone": 1 + bool(expected)}
 
 
 def test_after_a_partial_load_one_shorter_prefix_is_offered(testbed: SchedulerTestbed) -> None:

@@ -123,10 +123,9 @@ class AtomLoads:
         if self.blocked(state):
             return 0
         replica = self._session.replica
-        usable = replica.usable_bits
         end = self._planner.chunks(state.request.num_tokens)
         keys = state.keys(self._planner.hashes_per_chunk)[:end]
-        return self._planner.tokens(sum(1 for key in keys if replica.get_value(key, 0) & usable))
+        return self._planner.tokens(sum(1 for key in keys if replica.get(key)))
 
     def after_allocation(self, state: SequenceState) -> bool:
         """Decides once blocks are allocated; returns whether the sequence is to be parked."""
@@ -159,12 +158,12 @@ class AtomLoads:
 
     def _available(self, state: SequenceState, first: int) -> Available:
         session, planner = self._session, self._planner
-        get_value, usable = session.replica.get_value, session.replica.usable_bits
+        get = session.replica.get
         end = planner.chunks(state.request.num_tokens)
         sources: list[int] = []
         ram = 0
         for key in state.keys(planner.hashes_per_chunk)[first:end]:
-            bits = get_value(key, 0) & usable
+            bits = get(key)
             if not bits:
                 break
             if bits & MEMORY_BIT and ram == len(sources):

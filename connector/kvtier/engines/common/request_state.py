@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 from blake3 import blake3
@@ -213,16 +214,30 @@ class RequestState:
             known += [prefix + block_hash for block_hash in self._hashes[len(known) :]]
         return known
 
+    def hashes(self, hashes_per_chunk: int) -> list[bytes]:
+        """Returns the keys of the chunks that vLLM has hashed, in prefix order, without a group."""
+        self.keys(hashes_per_chunk)
+        return self._hashes
+
     def wire_keys(self, first_chunk: int, count: int) -> tuple[tuple[int, bytes], ...]:
         """Returns the keys of ``count`` chunks of group 0 as (group, hash), the form that messages
         have."""
-        hashes = self._hashes[first_chunk : first_chunk + count]
-        return tuple((0, block_hash) for block_hash in hashes)
+        return self.wire_keys_of_chunks([(0, first_chunk, first_chunk + count)])
 
     def wire_keys_of(self, parts: Sequence[Part]) -> tuple[tuple[int, bytes], ...]:
         """Returns the keys of the objects that ``parts`` belong to, as (group, hash)."""
         hashes = self._hashes
         return tuple((part.group, hashes[part.chunk]) for part in parts)
+
+    def wire_keys_of_chunks(
+        self, chunks: Iterable[tuple[int, int, int]]
+    ) -> tuple[tuple[int, bytes], ...]:
+        """Returns the keys of (group, first chunk, first chunk after them), as (group, hash)."""
+        hashes = self._hashes
+        keys: list[tuple[int, bytes]] = []
+        for group, begin, end in chunks:
+            keys += zip(repeat(group), hashes[begin:end], strict=False)
+        return tuple(keys)
 
     def drop_blocks(self) -> None:
         """vLLM freed the request's blocks (a preemption, or a load that failed completely).

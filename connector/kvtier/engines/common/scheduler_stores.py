@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from itertools import count, groupby
 from typing import Any, Protocol
 
+from kvtier.engines.common.hints import NO_HINTS
 from kvtier.engines.common.jobs import BlockRun, StoreJob
 from kvtier.engines.common.request_state import RequestState
 from kvtier.engines.common.tierd_session import TierdSession
@@ -185,7 +186,9 @@ class SchedulerStores:
 
     def may_be_stored(self, state: RequestState) -> bool:
         """Whether chunks of this request may be stored at all, as far as it says itself."""
-        return not self._request_blocked_reason(state) and not self._is_short(state)
+        if state.request.num_prompt_tokens < self._session.live.min_store_tokens:
+            return False
+        return state.hints is NO_HINTS or not self._request_blocked_reason(state)
 
     def _is_short(self, state: RequestState) -> bool:
         return state.prompt_tokens < self._session.live.min_store_tokens
@@ -223,7 +226,7 @@ class SchedulerStores:
             # What is held is stored if the reason passes soon, as after a request of one step.
             blocked_reason = ""
         replica = self._session.replica
-        get_value, usable_bits, pending_keys = replica.get_value, replica.usable_bits, self._keys
+        get, pending_keys = replica.get, self._keys
         by_group = [
             (group, state.group_keys(group, self._planner.hashes_per_chunk))
             for group in self._full_groups
@@ -237,7 +240,7 @@ class SchedulerStores:
             self._visited_chunks += 1
             for group, keys in by_group:
                 key = keys[chunk]
-                bits = get_value(key, 0) & usable_bits
+                bits = get(key)
                 if bits or key in pending_keys:
                     if keeps and bits & RAM_BITS:
                         self._kept.setdefault(owner, []).append((group, key[1:]))
@@ -319,7 +322,7 @@ class SchedulerStores:
     def _is_stored(self, key: bytes) -> bool:
         """Whether a tier holds the object, or it is being stored."""
         replica = self._session.replica
-        return bool(replica.get_value(key, 0) & replica.usable_bits) or key in self._keys
+        return bool(replica.get(key)) or key in self._keys
 
     def _cannot_reference(self, ids: Sequence[int], expected: int) -> str:
         """Returns why the blocks of one object cannot be referenced; empty if they can.
@@ -507,8 +510,8 @@ class SchedulerStores:
 
     def awaits_presence(self) -> bool:
         """Returns whether tierd has not yet announced a store that ended a moment ago."""
-        now, get_value = self._clock(), self._session.replica.get_value
-        return any(now < until and not get_value(key, 0) for until, key in self._recently_committed)
+        now, get = self._clock(), self._session.replica.get
+        return any(now < until and not get(key) for until, key in self._recently_committed)
 
     def _release(self, store: OpenStore | _ChunkBlocks) -> None:
         store.state.stores_in_flight -= 1

@@ -33,16 +33,6 @@ class StepTokens:
     decode_tokens: int = 0
     built_at: float = 0.0
 
-    def add(self, start_tokens: int, scheduled_tokens: int, known_tokens: int) -> None:
-        """Adds one request that has ``known_tokens`` tokens.
-
-        Only the last can be freshly sampled.
-        """
-        if start_tokens < known_tokens - 1:
-            self.prompt_spans.append((start_tokens, start_tokens + scheduled_tokens))
-        else:
-            self.decode_tokens += scheduled_tokens
-
 
 class PrefillEstimator:
     """Estimates the prefill rate from the time between a step's earliest start and its report."""

@@ -87,9 +87,10 @@ class LoadCounts:
 class LoadPrefix:
     """What to promote, for a request whose first ``computed_tokens`` tokens are in GPU memory.
 
-    ``timeout_seconds``: of the tiers that hold it. ``parts``: of a prefix that is usable as a whole
-    only, else empty. ``look_up``: the replica does not have the last keys. ``lookup_seconds`` and
-    ``lookup_key``: if the request waits for a lookup only, for how long, and the first such key.
+    ``timeout_seconds``: of the tiers that hold it. ``chunks``: what a prefix needs that is usable
+    as a whole only (``Planner.needed_chunks``), else empty. ``look_up``: the replica does not have
+    the last keys. ``lookup_seconds`` and ``lookup_key``: if the request waits for a lookup only,
+    for how long, and the first such key.
     """
 
     computed_tokens: int
@@ -97,7 +98,7 @@ class LoadPrefix:
     keys: int
     end_tokens: int
     timeout_seconds: float
-    parts: tuple[Part, ...] = ()
+    chunks: tuple[tuple[int, int, int], ...] = ()
     look_up: bool = False
     lookup_seconds: float = 0.0
     lookup_key: bytes = b""

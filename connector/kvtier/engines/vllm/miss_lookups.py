@@ -68,7 +68,7 @@ class MissLookups:
     def tiers(self, bits: Sequence[int], unknown: int) -> tuple[int, ...]:
         """Returns the secondary tiers that keys with these bits, or unknown ones, may come from."""
         found = self._session.replica.asked_bits if unknown else 0
-        for held in bits:
+        for held in set(bits):
             found |= 0 if held & RAM_BITS else held & -held
         return tuple(index for index in range(1, found.bit_length()) if found >> index & 1)
 

@@ -20,10 +20,11 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvtier.engines.common.held_chunks import HeldChunks
 from kvtier.engines.common.lora import AdapterDigests
 from kvtier.engines.common.request_state import RequestState, reads_no_cache
 from kvtier.engines.common.tierd_session import TierdSession
-from kvtier.planner import Part, Planner
+from kvtier.planner import Planner
 from kvtier.store.types import MAX_QUEUED_REQUESTS, RAM_BITS
 from kvtier.tierd.wire import Cancel, Prefetch, Queued
 
@@ -227,26 +228,24 @@ class QueuedPrefixes:
 
     def _look_up(self, state: RequestState) -> _HeldPrefix:
         """Looks up which prefix tiers hold. One that is too short to be loaded is none."""
-        planner, replica = self._planner, self._session.replica
+        planner = self._planner
         if not planner.prefix_only:
             return self._look_up_groups(state)
-        get_value, usable_bits = replica.get_value, replica.usable_bits
-        keys = state.keys(planner.hashes_per_chunk)
-        held = in_ram = 0
-        for key in keys[: self._most_chunks(state)]:
-            bits = state.visible(get_value(key, 0) & usable_bits)
-            if not bits:
-                break
-            if bits & RAM_BITS and in_ram == held:
-                in_ram += 1
-            held += 1
+        chunks = self._held_chunks(state, self._most_chunks(state))
+        held = chunks.first_missing(0, 0, chunks.end)
         if planner.tokens(held) < max(1, self._session.live.min_load_tokens):
             return _HeldPrefix(held)
+        in_ram = chunks.only(RAM_BITS.__and__).first_missing(0, 0, held)
         return _HeldPrefix(
             held,
             state.wire_keys(0, held) if in_ram < held else (),
             state.wire_keys(in_ram - 1, 1) if in_ram else (),
         )
+
+    def _held_chunks(self, state: RequestState, most_chunks: int) -> HeldChunks:
+        per_chunk = self._planner.hashes_per_chunk
+        end = min(len(state.hashes(per_chunk)), most_chunks)
+        return HeldChunks(state, self._session.replica, per_chunk, end)
 
     def _most_chunks(self, state: RequestState) -> int:
         """How many chunks of the request may be loaded, without a local hit."""
@@ -256,32 +255,23 @@ class QueuedPrefixes:
 
     def _look_up_groups(self, state: RequestState) -> _HeldPrefix:
         """As ``_look_up``, where a prefix is usable as a whole only."""
-        planner, replica = self._planner, self._session.replica
-        get_value, usable_bits = replica.get_value, replica.usable_bits
-        keys = [
-            state.group_keys(group, planner.hashes_per_chunk)
-            for group in range(len(planner.groups))
-        ]
-        most = min(len(keys[0]), planner.max_hit_chunks(state.request.num_tokens))
-        end = planner.longest_prefix(
-            0,
-            min(most, self._most_chunks(state)),
-            lambda group, chunk: state.visible(get_value(keys[group][chunk], 0) & usable_bits),
-        )
-        if planner.tokens(end) < max(1, self._session.live.min_load_tokens):
-            return _HeldPrefix(most)
-        parts = planner.needed(0, planner.tokens(end))
-        last: dict[int, Part] = {}
-        lacking: set[int] = set()
-        for part in parts:
-            if not get_value(keys[part.group][part.chunk], 0) & RAM_BITS:
-                lacking.add(part.group)
-            elif part.group not in lacking:
-                last[part.group] = part
+        planner = self._planner
+        most = planner.max_hit_chunks(state.request.num_tokens)
+        held = self._held_chunks(state, min(most, self._most_chunks(state)))
+        end_tokens = planner.tokens(planner.longest_prefix(0, held.end, held))
+        if end_tokens < max(1, self._session.live.min_load_tokens):
+            return _HeldPrefix(held.end)
+        needed, in_ram = planner.needed_chunks(0, end_tokens), held.only(RAM_BITS.__and__)
+        lacking, last = False, []
+        for group, begin, stop in needed:
+            first = in_ram.first_missing(group, begin, stop)
+            lacking = lacking or first < stop
+            if first > begin:
+                last.append((group, first - 1, first))
         return _HeldPrefix(
-            len(parts),
-            state.wire_keys_of(parts) if lacking else (),
-            state.wire_keys_of(list(last.values())),
+            sum(stop - begin for _, begin, stop in needed),
+            state.wire_keys_of_chunks(needed) if lacking else (),
+            state.wire_keys_of_chunks(last),
         )
 
     def _send(self, keys: WireKeys, state: RequestState) -> int:

@@ -255,41 +255,47 @@ class KVTierConnectorScheduler:
         block_tables = step_block_tables(output, self._states, len(self._planner.groups))
         offers = boundary_states(output)
         step, references = _BuiltStep(self._step), self._references
-        step_tokens, may_store = StepTokens(), self.stores.can_plan()
-        chunk_tokens = self._planner.chunk_tokens
+        step_tokens, decode_tokens = StepTokens(), 0
+        stores, states, chunk_tokens = self.stores, self._states, self._planner.chunk_tokens
+        may_store, windows = stores.can_plan(), bool(references.windows)
+        # With hundreds of running requests, what is done for each of them is the cost of a step.
         for request_id, scheduled_tokens in output.num_scheduled_tokens.items():
-            state = self._states.get(request_id)
+            state = states.get(request_id)
             if state is None:
-                step_tokens.decode_tokens += scheduled_tokens
+                decode_tokens += scheduled_tokens
                 continue
             admitted, state.scheduled = not state.scheduled, True
             if admitted:
                 self.queue.remove(state)
             request = state.request
+            known, computed = request.num_tokens, request.num_computed_tokens
+            tokens = computed + scheduled_tokens
             if not state.prompt_counted:
                 state.prompt_counted = True
-                self._prompt_tokens += request.num_tokens
-            step_tokens.add(request.num_computed_tokens, scheduled_tokens, request.num_tokens)
+                self._prompt_tokens += known
+            if computed < known - 1:
+                step_tokens.prompt_spans.append((computed, tokens))
+            else:
+                # Only the last token can be freshly sampled.
+                decode_tokens += scheduled_tokens
             if state.skip_reason:
                 continue
-            tokens = request.num_computed_tokens + scheduled_tokens
-            frontier = state.frontier
+            frontier, chunks = state.frontier, tokens // chunk_tokens
             if events is not None and state.is_cacheable(self._adapters):
                 events.describe(state, self._planner.chunks(self._hashed_tokens(state)))
-            if self._planner.chunks(tokens) > frontier.next_chunk:
+            if chunks > frontier.next_chunk:
                 step.requests.append((state, frontier.generation, tokens))
-                may_plan = may_store and self.stores.may_be_stored(state)
-                storable = self._storable_chunks(state) if may_plan else 0
-                if storable > frontier.next_chunk and state.is_cacheable(self._adapters):
-                    self.stores.plan(state, block_tables(state), storable, finished=False)
-                    may_store = self.stores.can_plan()
-            if references.windows:
-                first = request.num_computed_tokens + (0 if admitted else 1)
-                if tokens - tokens % chunk_tokens >= max(first, chunk_tokens):
-                    ends = range(first, tokens + 1)
-                    references.add_windows(self._step, state, ends, block_tables)
+                if may_store and stores.may_be_stored(state):
+                    storable = self._storable_chunks(state)
+                    if storable > frontier.next_chunk and state.is_cacheable(self._adapters):
+                        stores.plan(state, block_tables(state), storable, finished=False)
+                        may_store = stores.can_plan()
+            if windows and chunks and chunks * chunk_tokens > computed - admitted:
+                ends = range(computed + 1 - admitted, tokens + 1)
+                references.add_windows(self._step, state, ends, block_tables)
             if offers and request_id in offers:
                 references.add_states(self._step, state, tokens, offers[request_id])
+        step_tokens.decode_tokens = decode_tokens
         self._update_heartbeat()
         self._steps.append(step)
         self.prefill.step_built(self._step, step_tokens)
@@ -373,7 +379,10 @@ class KVTierConnectorScheduler:
             self.prefill.step_executed(report.step)
             while self._steps and self._steps[0].number <= report.step:
                 for state, generation, tokens in self._steps.popleft().requests:
-                    state.frontier.executed(generation, tokens)
+                    # ``Frontier.executed`` without a call for each running request.
+                    frontier = state.frontier
+                    if generation == frontier.generation and tokens > frontier.executed_tokens:
+                        frontier.executed_tokens = tokens
             self.stores.on_step_executed(report.step, self._final_chunks)
         finally:
             # Each end is reported once: what it holds would be held until the engine ends.

@@ -26,12 +26,8 @@ from collections.abc import Callable, Sequence
 from itertools import count
 
 from kvtier.config.models import Selection
-from kvtier.engines.common.request_state import (
-    ALL_TIERS,
-    CachedMatch,
-    PendingPromotion,
-    RequestState,
-)
+from kvtier.engines.common.held_chunks import HeldChunks
+from kvtier.engines.common.request_state import CachedMatch, PendingPromotion, RequestState
 from kvtier.engines.common.tierd_session import TierdSession
 from kvtier.engines.vllm.cost_estimates import PrefillEstimator
 from kvtier.engines.vllm.load_records import LoadPrefix
@@ -170,23 +166,11 @@ class SchedulerLoads:
         planner = self._planner
         if not planner.prefix_only:
             return self._match_groups(state, computed_tokens, now)
-        first = planner.chunks(computed_tokens)
-        keys = state.keys(self._hashes_per_chunk)
-        end = self._max_chunks(state, computed_tokens)
-        replica = self._session.replica
-        get_value, usable_bits = replica.get_value, replica.usable_bits
-        bits: list[int] = []
-        ram_chunks = 0
-        restricted = state.tier_bits != ALL_TIERS
-        for key in keys[first:end]:
-            chunk_bits = get_value(key, 0) & usable_bits
-            if restricted:
-                chunk_bits = state.visible(chunk_bits)
-            if not chunk_bits:
-                break
-            if chunk_bits & MEMORY_BIT and ram_chunks == len(bits):
-                ram_chunks += 1
-            bits.append(chunk_bits)
+        first, end = planner.chunks(computed_tokens), self._max_chunks(state, computed_tokens)
+        held = HeldChunks(state, self._session.replica, self._hashes_per_chunk, end)
+        stop = held.first_missing(0, first, end)
+        bits = held.bits(0, first, stop)
+        ram_chunks = held.only(MEMORY_BIT.__and__).first_missing(0, first, stop) - first
         unknown = self._lookups.keys(
             computed_tokens, len(bits), max(0, end - first), state.tier_bits
         )
@@ -209,26 +193,14 @@ class SchedulerLoads:
     def _match_groups(self, state: RequestState, computed_tokens: int, now: float) -> int | None:
         """As ``_match_replica``, where a prefix is usable as a whole only."""
         planner, end = self._planner, self._max_chunks(state, computed_tokens)
-        replica = self._session.replica
-        get_value, usable_bits = replica.get_value, replica.usable_bits
-        keys = [
-            state.group_keys(group, self._hashes_per_chunk) for group in range(len(planner.groups))
-        ]
-
-        def bits(group: int, chunk: int) -> int:
-            return state.visible(get_value(keys[group][chunk], 0) & usable_bits)
-
-        anywhere = planner.longest_prefix(computed_tokens, end, bits)
+        held = HeldChunks(state, self._session.replica, self._hashes_per_chunk, end)
+        anywhere = planner.longest_prefix(computed_tokens, end, held)
         in_ram = 0
-        if anywhere and usable_bits & MEMORY_BIT:
-            in_ram = planner.longest_prefix(
-                computed_tokens,
-                anywhere,
-                lambda group, chunk: bits(group, chunk) & MEMORY_BIT,
-            )
+        if anywhere:
+            held_in_ram = held.only(MEMORY_BIT.__and__)
+            in_ram = planner.longest_prefix(computed_tokens, anywhere, held_in_ram)
         if in_ram < anywhere and self._may_promote(state):
-            ends = in_ram, anywhere
-            prefix = self._choice.whole_prefix(computed_tokens, ends, bits)
+            prefix = self._choice.whole_prefix(computed_tokens, (in_ram, anywhere), held)
             if prefix is not None and self._request_promotion(state, prefix, now):
                 return None
         ram_tokens = planner.tokens(in_ram) - computed_tokens if in_ram else 0
@@ -301,7 +273,7 @@ class SchedulerLoads:
         prefill = self._prefill.estimate() if session.live.selection is Selection.COST else None
         if prefill is not None:
             # tierd ends the promotion by then; this also holds if tierd does not answer.
-            share = LOSS_SHARE if prefix.parts else 1 + LOSS_SHARE
+            share = LOSS_SHARE if prefix.chunks else 1 + LOSS_SHARE
             stake = prefill.seconds(prefix.computed_tokens, prefix.end_tokens)
             timeout = min(timeout, share * stake)
         waited = now - state.lookup_started_at if state.lookup_started_at is not None else 0.0
@@ -322,8 +294,8 @@ class SchedulerLoads:
             prefix.keys,
             deadline,
             session.epoch,
-            computed_tokens=prefix.computed_tokens if prefix.parts else 0,
-            end_tokens=prefix.end_tokens if prefix.parts else 0,
+            computed_tokens=prefix.computed_tokens if prefix.chunks else 0,
+            end_tokens=prefix.end_tokens if prefix.chunks else 0,
         )
         if prefix.lookup_key:
             promotion.lookup_deadline = now + prefix.lookup_seconds + PROMOTION_GRACE_SECONDS
@@ -341,11 +313,11 @@ class SchedulerLoads:
         waited_seconds: float,
     ) -> Promote:
         """Under selection ``Cost`` tierd decides, so it gets the cost of computing the prompt."""
-        if prefix.parts:
-            keys = state.wire_keys_of(prefix.parts)
+        if prefix.chunks:
+            keys = state.wire_keys_of_chunks(prefix.chunks)
         else:
             keys = state.wire_keys(prefix.first_chunk, prefix.keys)
-        whole = bool(prefix.parts)
+        whole = bool(prefix.chunks)
         cost = self._session.live.selection is Selection.COST
         prefill = (self._prefill.estimate() if cost else None) or Prefill(0.0, 0.0)
         ends: tuple[int, ...] = ()

@@ -7,10 +7,11 @@ scheduler's thread only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from kvtier.config.models import Selection
+from kvtier.engines.common.held_chunks import HeldChunks
 from kvtier.engines.common.request_state import RequestState
 from kvtier.engines.common.tierd_session import TierdSession
 from kvtier.engines.vllm.load_records import LoadPrefix, source_tier
@@ -44,14 +45,15 @@ class PromotionChoice:
         tiers: Iterable[int] = self._lookups.tiers(bits, unknown)
         keys = len(bits) + unknown
         if not unknown:
-            sources = [source_tier(each) for each in bits]
+            tier_of = {each: source_tier(each) for each in set(bits)}
+            sources = [tier_of[each] for each in bits]
             weights = [session.tier(index).load_weight for index in range(max(sources) + 1)]
             tokens = [planner.chunk_tokens] * len(bits)
             tokens[0] -= computed_tokens - planner.tokens(first)
             chosen = choose_prefix(session.live.selection, sources, weights, tokens).chosen
             if chosen is None or chosen.tokens < max(1, session.live.min_load_tokens):
                 return None
-            if all(b & MEMORY_BIT for b in bits[: chosen.keys]):
+            if all(b & MEMORY_BIT for b in set(bits[: chosen.keys])):
                 return None
             tiers, keys = chosen.tiers, chosen.keys
         prefix = LoadPrefix(
@@ -62,7 +64,7 @@ class PromotionChoice:
             self._tier_timeout(tiers),
             look_up=bool(unknown),
         )
-        if unknown and all(b & MEMORY_BIT for b in bits):
+        if unknown and all(b & MEMORY_BIT for b in set(bits)):
             prefix = replace(
                 prefix,
                 lookup_seconds=self._lookups.seconds(computed_tokens, len(bits), keys),
@@ -71,28 +73,30 @@ class PromotionChoice:
         return prefix
 
     def whole_prefix(
-        self, computed_tokens: int, ends: tuple[int, int], bits: Callable[[int, int], int]
+        self, computed_tokens: int, ends: tuple[int, int], held: HeldChunks
     ) -> LoadPrefix | None:
         """Returns the best prefix where one is usable as a whole only; None: none is worth it.
 
         ``ends``: chunks of the longest prefix that is in RAM, and of the longest one.
-        ``bits(group, chunk)``: the tiers that hold an object.
         """
         planner, session = self._planner, self._session
         in_ram, end = ends
         if session.live.selection is Selection.WEIGHTED:
-            end = self._best_weighted_end(computed_tokens, ends, bits)
+            end = self._best_weighted_end(computed_tokens, ends, held)
         end_tokens = planner.tokens(end)
-        parts = tuple(planner.needed(computed_tokens, end_tokens)) if end > in_ram else ()
-        least = max(1, session.live.min_load_tokens, len(parts))
-        if not parts or end_tokens - computed_tokens < least:
+        if end <= in_ram:
             return None
-        tiers = {source_tier(bits(part.group, part.chunk)) for part in parts}
+        chunks = tuple(planner.needed_chunks(computed_tokens, end_tokens))
+        keys = sum(stop - begin for _, begin, stop in chunks)
+        least = max(1, session.live.min_load_tokens, keys)
+        if not keys or end_tokens - computed_tokens < least:
+            return None
+        tiers = {source_tier(bits) for each in chunks for bits in set(held.bits(*each))}
         first, timeout = planner.chunks(computed_tokens), self._tier_timeout(tiers)
-        return LoadPrefix(computed_tokens, first, len(parts), end_tokens, timeout, parts)
+        return LoadPrefix(computed_tokens, first, keys, end_tokens, timeout, chunks)
 
     def _best_weighted_end(
-        self, computed_tokens: int, ends: tuple[int, int], bits: Callable[[int, int], int]
+        self, computed_tokens: int, ends: tuple[int, int], held: HeldChunks
     ) -> int:
         """Chunks of the prefix with the most tokens x weight of the slowest tier that it needs; of
         two equal ones the one in faster tiers."""
@@ -109,11 +113,10 @@ class PromotionChoice:
         for weight in sorted(set(weights.values()), reverse=True):
             allowed = frozenset(tier for tier in weights if weights[tier] >= weight)
 
-            def has(group: int, chunk: int, allowed: frozenset[int] = allowed) -> bool:
-                held = bits(group, chunk)
-                return bool(held) and source_tier(held) in allowed
+            def counts(bits: int, allowed: frozenset[int] = allowed) -> bool:
+                return bool(bits) and source_tier(bits) in allowed
 
-            found = planner.longest_prefix(computed_tokens, anywhere, has)
+            found = planner.longest_prefix(computed_tokens, anywhere, held.only(counts))
             score = (planner.tokens(found) - computed_tokens) * weight if found else 0
             if score > best_score:
                 best, best_score = found, score

@@ -1,0 +1,133 @@
+"""What a lookup finds in the replica, read in batches, and what it costs."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.support.python_calls import python_calls
+from tests.unit.scheduler.scheduler_testbed import DISK, RAM, SchedulerTestbed
+
+from kvtier.engines.common.held_chunks import HeldChunks
+from kvtier.engines.common.request_state import RequestState
+from kvtier.planner import GroupKind, KVCacheGroup, Planner
+from kvtier.tierd.replication import Replica
+from kvtier.tierd.wire import Delta
+
+CHUNK, BLOCK = 64, 32
+HYBRID = Planner.build(
+    [
+        KVCacheGroup(GroupKind.FULL, BLOCK),
+        KVCacheGroup(GroupKind.SLIDING, BLOCK, "window", 1024),
+        KVCacheGroup(GroupKind.STATE, CHUNK, "state"),
+    ],
+    CHUNK,
+    BLOCK,
+)
+
+
+def _state(chunks: int) -> RequestState:
+    request: Any = SimpleNamespace(
+        request_id="r", block_hashes=[number.to_bytes(32, "big") for number in range(chunks)]
+    )
+    return RequestState(request)
+
+
+def _replica(bits: dict[int, list[int]]) -> Replica:
+    """``bits``: by group, of each chunk."""
+    replica = Replica()
+    added = tuple(
+        (bytes([group]) + number.to_bytes(32, "big"), held, 7 if held & RAM else 0)
+        for group, chunks in bits.items()
+        for number, held in enumerate(chunks)
+        if held
+    )
+    replica.apply(Delta(sequence=1, added=added, snapshot=True))
+    return replica
+
+
+@given(
+    bits=st.lists(st.sampled_from([0, RAM, DISK, DISK, DISK | RAM]), min_size=1, max_size=200),
+    begin=st.integers(0, 40),
+    tiers=st.sampled_from([-1, RAM, DISK]),
+    group=st.integers(0, 1),
+)
+def test_every_object_is_found_where_the_replica_has_it(
+    bits: list[int], begin: int, tiers: int, group: int
+) -> None:
+    state = _state(len(bits))
+    state.tier_bits = tiers
+    held = HeldChunks(state, _replica({group: bits}), 1, len(bits))
+    seen = [state.visible(each) if tiers != -1 else each for each in bits]
+    begin = min(begin, len(bits))
+
+    def first(chunks: list[int]) -> int:
+        return next((n for n, each in enumerate(chunks) if n >= begin and not each), len(bits))
+
+    assert held.first_missing(group, begin, len(bits)) == first(seen)
+    assert held.bits(group, begin, len(bits)) == seen[begin:]
+    in_ram = held.only(RAM.__and__)
+    assert in_ram.first_missing(group, begin, len(bits)) == first([each & RAM for each in seen])
+    assert in_ram.held(group, begin, len(bits)) == [bool(each & RAM) for each in seen[begin:]]
+
+
+def test_the_prefixes_that_one_lookup_compares_are_of_one_moment() -> None:
+    """The session's thread applies deltas while the scheduler's thread looks keys up."""
+    replica = _replica({0: [RAM] * 8})
+    held = HeldChunks(_state(8), replica, 1, 8)
+    assert held.first_missing(0, 0, 8) == 8
+    replica.clear()
+    assert held.only(RAM.__and__).first_missing(0, 0, 8) == 8
+
+
+def _cost(planner: Planner | None, chunks: int, others: int, bits: int, holes: int = 1) -> int:
+    """Calls in Python of the first lookup of a prompt whose chunks are held in tiers ``bits``;
+    every n-th of its windows. ``others``: further keys of the replica, in a file tier."""
+    testbed = SchedulerTestbed(planner=planner)
+    request = testbed.request(chunks * CHUNK + 1)
+    testbed.hold([b"\0" + b"other" + number.to_bytes(27, "big") for number in range(others)], DISK)
+    for group in range(len(planner.groups) if planner else 1):
+        keys = [bytes([group]) + key[1:] for key in request.keys(0, chunks)]
+        testbed.hold(keys[:: holes if group == 1 else 1], bits)
+    return python_calls(lambda: testbed.ask(request))
+
+
+@pytest.mark.parametrize("planner", [None, HYBRID], ids=["one group", "three groups"])
+@pytest.mark.parametrize("bits", [RAM, DISK], ids=["in RAM", "in files"])
+def test_a_lookup_makes_hardly_more_calls_for_a_long_prompt_and_none_more_for_a_large_replica(
+    planner: Planner | None, bits: int
+) -> None:
+    """A call for each chunk would be 512 of them, and the scheduler's thread serves all requests.
+    ``benchmarks/scheduler_lookup.py`` has the times."""
+    short = _cost(planner, 32, 0, bits)
+    long = _cost(planner, 512, 0, bits)
+    assert long - short < 150
+    # A few more or less, because the interpreter may collect garbage meanwhile.
+    assert _cost(planner, 512, 20_000, bits) < long + 20
+
+
+def test_a_prompt_whose_windows_have_holes_is_looked_up_once() -> None:
+    """No prefix is usable, which takes a few calls for each hole."""
+    assert _cost(HYBRID, 512, 0, DISK, holes=2) < 512 * 8
+
+
+@pytest.mark.parametrize("planner", [None, HYBRID], ids=["one group", "three groups"])
+def test_a_decode_step_makes_a_handful_of_calls_for_each_running_request(
+    planner: Planner | None,
+) -> None:
+    """Each request has chunks that wait for a slot, and no slot is free.
+    ``benchmarks/scheduler_step.py`` has the times."""
+    cost = []
+    for requests in (16, 80):
+        testbed = SchedulerTestbed(planner=planner)
+        scheduled = {f"r{number}": 2 * CHUNK for number in range(requests)}
+        for name in scheduled:
+            testbed.admit(testbed.request(2 * CHUNK, name), 0, 0)
+        testbed.run(scheduled)
+        scheduled = dict.fromkeys(scheduled, 1)
+        cost.append(python_calls(partial(testbed.build, scheduled)))
+    assert (cost[1] - cost[0]) / 64 < 3
