@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "connector"))
 
 from common import options, progress, report
 from kvtier import payload
-from kvtier.harness.engine_process import DrivenEngine, tierd_processes
+from kvtier.harness.engine_process import DrivenEngine
 from kvtier.harness.engine_requests import Requests
 from kvtier.harness.engine_testbed import EngineOptions, EngineTestbed, start_reference_engine
 from kvtier.harness.tiny_model import TinyLlama, prompt, write_llama
@@ -83,7 +83,7 @@ class Contender:
     def run(self, prompts: Sequence[Sequence[int]], answer: int) -> Cost:
         """Computes all prompts at once, and waits until they are stored."""
         process = [psutil.Process(self._engine.pid)]
-        tierd = tierd_processes(self.testbed.topology) if self.testbed is not None else []
+        tierd = [psutil.Process(self.testbed.daemon_pid())] if self.testbed is not None else []
         before, of_tierd, began = _cpu(process), _cpu(tierd), time.monotonic()
         names = [self._requests.add(list(each), answer) for each in prompts]
         answers = self._requests.finish(names, BATCH_SECONDS)
