@@ -93,7 +93,7 @@ class KVCacheGroup:
         return 0
 
 
-class Presence(Protocol):
+class ChunkPresence(Protocol):
     """Which objects of a request's chunks are there."""
 
     def first_missing(self, group: int, begin: int, end: int) -> int:
@@ -375,7 +375,7 @@ class Planner:
                 return number
         return -1
 
-    def longest_prefix(self, start_tokens: int, max_chunks: int, presence: Presence) -> int:
+    def longest_prefix(self, start_tokens: int, max_chunks: int, presence: ChunkPresence) -> int:
         """Chunks of the longest usable prefix of at most ``max_chunks`` chunks; 0 if none is longer
         than ``start_tokens``, which are computed.
 
@@ -404,7 +404,7 @@ class _GroupScan:
     backwards. Each object is looked at once."""
 
     def __init__(
-        self, planner: Planner, number: int, start_tokens: int, presence: Presence
+        self, planner: Planner, number: int, start_tokens: int, presence: ChunkPresence
     ) -> None:
         self.group = planner.groups[number]
         self._number = number

@@ -20,7 +20,7 @@ _UNKNOWN = -1
 
 
 class HeldChunks:
-    """The presence bits of a request's objects, by group and chunk. A ``planner.Presence``.
+    """The presence bits of a request's objects, by group and chunk. A ``planner.ChunkPresence``.
 
     ``end``: the first chunk that is not looked up. Bits are those of usable tiers that the request
     may use (``RequestState.visible``); an object without any is not there.
