@@ -222,7 +222,10 @@ RULES: dict[str, tuple[Plant, tuple[str, ...]]] = {
     ),
     "6: an unexpected error does not end the tiers": (
         _code(connector.KVTierConnector._rearm, _nothing),
-        ("scheduler/test_connector.py::test_after_an_error_kvtier_is_used_again_a_few_times",),
+        (
+            "scheduler/test_connector.py::test_after_an_unexpected_exception_kvtier_rearms"
+            "_with_back_off_a_few_times_and_counts_it",
+        ),
     ),
 }
 """By fault and rule: how it is taken away, and the tests that notice it."""
