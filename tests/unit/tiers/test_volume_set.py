@@ -100,8 +100,13 @@ def test_the_end_of_the_oldest_prompt_is_evicted_first_over_all_volumes(
     assert usable(tier, second) == 300
     left = sum(tier.contains(ref) for ref in first)
     assert 50 < left < 350
-    # Volumes evict by themselves, so one may be some objects ahead of another.
-    assert usable(tier, first) >= left // 2
+    assert usable(tier, first) > 0
+    # Volumes evict by themselves, so how far one is ahead of another depends on their threads. Each
+    # keeps the first ones of its own.
+    for volume in tier.volumes:
+        own = [ref for ref in first if tier.volumes[tier.place(ref)] is volume]
+        kept = [volume.contains(ref) for ref in own]
+        assert kept == sorted(kept, reverse=True), volume.name
     tier.close()
 
 
