@@ -7,6 +7,7 @@ import itertools
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -214,3 +215,25 @@ def test_a_fingerprint_that_cannot_be_started_is_not_that_of_before(
     report = testbed.worker.build_connector_worker_meta()
     assert (report.identity, report.weights) == (1, ((0, "", "ZeroDivisionError: a bug"),))
     testbed.worker.shutdown()
+
+
+def test_unexpected_errors_of_a_step_are_counted_and_each_kind_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    worker = worker_module.KVTierConnectorWorker.__new__(worker_module.KVTierConnectorWorker)
+    worker._counters, worker._logged_kinds = worker_module.Counters(), set()
+
+    def fail(error: Exception) -> None:
+        raise error
+
+    errors = [RuntimeError("a"), RuntimeError("b"), KeyError("c"), RuntimeError("d")]
+    errors += [
+        type(f"Kind{number}", (Exception,), {})()
+        for number in range(worker_module.MAX_LOGGED_KINDS)
+    ]
+    for error in errors:
+        worker._guarded(partial(fail, error))
+    assert worker._counters.snapshot()["step_errors"] == len(errors)
+    logged = [record for record in caplog.records if "unexpected" in record.message]
+    assert len(logged) == worker_module.MAX_LOGGED_KINDS
+    assert ["RuntimeError" in each.message for each in logged[:2]] == [True, False]

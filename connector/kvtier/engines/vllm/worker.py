@@ -56,6 +56,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 SHUTDOWN_SECONDS = 2.0
+MAX_LOGGED_KINDS = 16
+"""Kinds of unexpected errors of a step that are logged, each once."""
 EARLY_BYTES = 512 << 20
 """An engine that computes nothing may resume a request while so much of its load is being copied,
 about 10 ms at 50 GB/s: launching the kernels of its step takes as long. A request that arrives in
@@ -105,7 +107,7 @@ class KVTierConnectorWorker:
         self._metadata: StepMetadata | None = None
         self._stores_submitted: StepMetadata | None = None
         self._reported_counts: dict[str, int] = {}
-        self._error_logged = False
+        self._logged_kinds: set[str] = set()
 
     @property
     def off_reason(self) -> str:
@@ -382,11 +384,14 @@ class KVTierConnectorWorker:
         """
         try:
             call()
-        except Exception:
+        except Exception as error:  # it is counted, and each kind is logged once
             self._counters.add("step_errors")
-            if not self._error_logged:
-                self._error_logged = True
-                logger.exception("KVTier: unexpected error in a step; later ones are counted only")
+            kind = type(error).__name__
+            if kind not in self._logged_kinds and len(self._logged_kinds) < MAX_LOGGED_KINDS:
+                self._logged_kinds.add(kind)
+                logger.exception(
+                    "KVTier: unexpected %s in a step; later ones are counted only", kind
+                )
 
     def withhold_reports(self) -> None:
         """vLLM did not get the result of ``get_finished`` or ``get_transfer_results``. The next
