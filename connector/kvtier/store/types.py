@@ -100,7 +100,7 @@ class Owner(msgspec.Struct, frozen=True, array_like=True):
     ``tenant``: its digest (``kvtier.tenants``), empty without one. ``retain_seconds``: for how long
     the objects are evicted after others. ``pin``: they stay in RAM for as long as they live, or for
     an hour. ``ttl_seconds``: how long what the request stores is used; 0: no limit. ``tiers``: bits
-    of the only secondary tiers that they are written to; 0: all.
+    of the only tiers that the request lets them be stored in, the memory tier's included; 0: all.
     """
 
     tenant: bytes = b""
@@ -116,6 +116,13 @@ class Owner(msgspec.Struct, frozen=True, array_like=True):
 
 
 NO_OWNER = Owner()
+
+
+def wider(tiers: int, others: int) -> int:
+    """The tiers that one of two requests lets an object be stored in; 0: all."""
+    return tiers | others if tiers and others else 0
+
+
 MAX_LIFE_SECONDS = 366 * 86_400
 """Longer times are shortened to this."""
 
