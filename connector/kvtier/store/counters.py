@@ -163,7 +163,7 @@ COUNTERS: dict[str, CounterLabels] = {
     ),
     "objects_expired": _global("Objects in RAM whose time to live has passed."),
     "objects_passed_on": _global(
-        "Objects that left RAM when they were written, because no request lets them be stored there."
+        "Objects that left RAM after their writes, because no request lets them stay there."
     ),
     "pins": _global("Objects in RAM that requests have pinned."),
     "pins_ended": _global(

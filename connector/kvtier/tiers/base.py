@@ -54,7 +54,7 @@ class ObjectMeta:
     belongs to (``kvtier.tenants``), empty if to no tenant. ``expires_at``: when it must no longer
     be used, in seconds since the epoch; 0: never. Only tiers that ``expires`` store that.
     ``limited``: a request wants it to be in no other secondary tier than those that it was written
-    to.
+    to; every tier stores that.
     """
 
     shard_bytes: tuple[int, ...]

@@ -34,8 +34,9 @@ def store(slots: int = 12, **values: LiveTier) -> StoreFixture:
 def holders(fixture: StoreFixture, chunk: int) -> int:
     """Bits of the tiers that have the chunk, from what they hold themselves."""
     ref = ObjectRef(NAMESPACE, b"\0" + block_hash(chunk))
-    files = sum(bit for bit, tier in zip((DISK, NFS), fixture.tiers, strict=True)
-                if ref in tier.objects)
+    files = sum(
+        bit for bit, tier in zip((DISK, NFS), fixture.tiers, strict=True) if ref in tier.objects
+    )
     return files | fixture.bits(chunk) & RAM
 
 
@@ -188,10 +189,15 @@ class TestUnion:
         assert wider(RAM, DISK) == RAM | DISK
         assert wider(RAM, 0) == wider(0, RAM) == wider(0, 0) == 0
 
-    @pytest.mark.parametrize(("other", "found"), [
-        (NO_OWNER, RAM | DISK | NFS), (RAM_AND_DISK, RAM | DISK), (RAM_ONLY, RAM),
-        (Owner(A, tiers=RAM | NFS), RAM | NFS),
-    ])
+    @pytest.mark.parametrize(
+        ("other", "found"),
+        [
+            (NO_OWNER, RAM | DISK | NFS),
+            (RAM_AND_DISK, RAM | DISK),
+            (RAM_ONLY, RAM),
+            (Owner(A, tiers=RAM | NFS), RAM | NFS),
+        ],
+    )
     @pytest.mark.parametrize("how", ["store", "load", "keep"])
     def test_with_a_later_request(self, how: str, other: Owner, found: int) -> None:
         fixture = store()
