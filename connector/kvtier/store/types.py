@@ -125,22 +125,22 @@ def wider(tiers: int, others: int) -> int:
 
 MAX_LIFE_SECONDS = 366 * 86_400
 """Longer times are shortened to this."""
+_TIER_BITS = UNVERIFIED_BIT - 1
 
 
 def checked_owner(owner: Owner) -> Owner | None:
     """The owner that a message names, with times within bounds; None if it cannot be one."""
     if not is_tenant(owner.tenant):
         return None
-    if min(owner.retain_seconds, owner.ttl_seconds, owner.tiers) >= 0 and (
-        max(owner.retain_seconds, owner.ttl_seconds) <= MAX_LIFE_SECONDS
-    ):
+    tiers = owner.tiers & _TIER_BITS
+    if owner.tiers and not tiers:
+        # 0 would be all tiers.
+        tiers = MEMORY_BIT
+    retain = min(max(owner.retain_seconds, 0), MAX_LIFE_SECONDS)
+    life = min(max(owner.ttl_seconds, 0), MAX_LIFE_SECONDS)
+    if (retain, life, tiers) == (owner.retain_seconds, owner.ttl_seconds, owner.tiers):
         return owner
-    return msgspec.structs.replace(
-        owner,
-        retain_seconds=min(max(owner.retain_seconds, 0), MAX_LIFE_SECONDS),
-        ttl_seconds=min(max(owner.ttl_seconds, 0), MAX_LIFE_SECONDS),
-        tiers=max(owner.tiers, 0),
-    )
+    return msgspec.structs.replace(owner, retain_seconds=retain, ttl_seconds=life, tiers=tiers)
 
 
 @dataclass(frozen=True, slots=True)
