@@ -118,7 +118,7 @@ def measure(chosen: argparse.Namespace) -> None:
     fills = int(chosen.ram_gib << 30) // (engines.BYTES_PER_TOKEN * FILL_TOKENS) + 1
     repetitions = 2 if chosen.quick else chosen.repetitions
     rows: list[dict[str, Any]] = []
-    for length in (FILL_TOKENS // 2, *chosen.lengths):
+    for length in (FILL_TOKENS // 2, *LENGTHS):
         prompts = [new(length + 1) for _ in range(repetitions)]
         row: dict[str, Any] = {"length": length, "computed": [], "hit": [], "again": []}
         for prompt in prompts:
