@@ -132,7 +132,7 @@ def checked_owner(owner: Owner) -> Owner | None:
     """The owner that a message names, with times within bounds; None if it cannot be one."""
     if not is_tenant(owner.tenant):
         return None
-    tiers = owner.tiers & _TIER_BITS
+    tiers = max(owner.tiers, 0) & _TIER_BITS
     if owner.tiers and not tiers:
         # 0 would be all tiers.
         tiers = MEMORY_BIT
