@@ -32,8 +32,7 @@ class BuiltSteps:
         self._steps: deque[BuiltStep] = deque()
 
     def add(self, step: BuiltStep) -> int:
-        """Adds the newest step; returns the number of one that no report is expected of any more,
-        else 0."""
+        """Adds the newest step; returns the number of one that no report is expected of, else 0."""
         self._steps.append(step)
         return self._steps.popleft().number if len(self._steps) > MAX_UNREPORTED_STEPS else 0
 
