@@ -32,7 +32,8 @@ class BuiltSteps:
         self._steps: deque[BuiltStep] = deque()
 
     def add(self, step: BuiltStep) -> int:
-        """Adds the newest step; returns the number of one that no report is expected of, else 0."""
+        """Adds the newest step; returns the number of the oldest one if there are too many, else
+        0: no report of that one is expected."""
         self._steps.append(step)
         return self._steps.popleft().number if len(self._steps) > MAX_UNREPORTED_STEPS else 0
 
