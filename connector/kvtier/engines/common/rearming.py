@@ -44,8 +44,8 @@ class RearmTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class RankCopies:
-    """The open copies of a rank. ``lock`` guards ``loads``, ``stores``, ``outbox`` and the
+class OpenCopies:
+    """A rank's copies that have not ended. ``lock`` guards ``loads``, ``stores``, ``outbox`` and the
     context's ``engine`` and ``shards``."""
 
     context: RankContext
@@ -65,7 +65,7 @@ class CopyFailures:
 
     def __init__(
         self,
-        copies: RankCopies,
+        copies: OpenCopies,
         drop_session: Callable[[str], None],
         sleep: Callable[[float], bool],
     ) -> None:
