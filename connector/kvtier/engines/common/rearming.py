@@ -45,8 +45,10 @@ class RearmTimes:
 
 @dataclass(frozen=True, slots=True)
 class OpenCopies:
-    """A rank's copies that have not ended. ``lock`` guards ``loads``, ``stores``, ``outbox`` and the
-    context's ``engine`` and ``shards``."""
+    """The copies of a rank that have not ended.
+
+    ``lock`` guards ``loads``, ``stores``, ``outbox`` and the context's ``engine`` and ``shards``.
+    """
 
     context: RankContext
     lock: threading.Lock
