@@ -242,16 +242,6 @@ class LoadsInFlight:
         arrived, self._arrived = tuple(self._arrived), []
         return arrived
 
-    def take_pinned(self) -> tuple[int, ...]:
-        """Returns the loads of which tierd has pinned every key since the last call."""
-        pinned = []
-        while self._session.pinned_loads:
-            number, keys = self._session.pinned_loads.popleft()
-            load = self._active.get(number)
-            if load is not None and keys == len(load.chunk_tokens):
-                pinned.append(number)
-        return tuple(pinned)
-
     def on_load_done(self, result: LoadResult) -> None:
         """Takes one rank's report of a load, or of the end of its copies."""
         load = self._active.get(result.load)

@@ -24,8 +24,6 @@ class StepMetadata(KVConnectorMetadata):
     step: int = 0
     loads: list[LoadJob] = field(default_factory=list)
     stores: list[StoreJob] = field(default_factory=list)
-    pinned_loads: tuple[int, ...] = ()
-    """Loads of which tierd has confirmed that every key stays in its slot."""
     idle: bool = False
     """Whether the step computes no token."""
     cancelled_loads: list[int] = field(default_factory=list)

@@ -306,7 +306,6 @@ class KVTierConnectorScheduler:
             logger.warning("KVTier: storing nothing: this vLLM does not expose its block pool")
         metadata = StepMetadata(
             step=self._step,
-            pinned_loads=self.loads.in_flight.take_pinned(),
             idle=not output.num_scheduled_tokens,
             identity=self.weights.number,
             report_weights=self.weights.report_needed,
