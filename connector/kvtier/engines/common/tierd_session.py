@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -313,6 +313,14 @@ class TierdSession:
         A slot number of one session means nothing in the next.
         """
         return self._client.epoch == self.epoch and self._client.send(message)
+
+    def report_tokens(self, prompt_tokens: int, loaded: Mapping[int, int]) -> None:
+        """tierd reports which share of the prompts' tokens came from which tier (``loaded``: tokens
+        by the tier's index), all since the start."""
+        by_tier = tuple(loaded.get(tier, 0) for tier in range(max(loaded, default=-1) + 1))
+        previous = self.heartbeat
+        if (previous.prompt_tokens, previous.loaded_tokens) != (prompt_tokens, by_tier):
+            self.heartbeat = Heartbeat(prompt_tokens=prompt_tokens, loaded_tokens=by_tier)
 
     def tier(self, index: int) -> LiveTier:
         """Returns the live values of a tier."""
