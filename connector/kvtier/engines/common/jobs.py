@@ -225,7 +225,10 @@ def unpack_stores(packed: Packed) -> list[StoreJob]:
     runs, rows = packed
     if isinstance(rows, bytes):
         rows = np.frombuffer(rows, np.int64).reshape(-1, 3).tolist()
-    return [StoreJob(*row, run) for row, run in zip(rows, _unpack_runs(*runs), strict=True)]
+    return [
+        StoreJob(reservation, slot, epoch, run)
+        for (reservation, slot, epoch), run in zip(rows, _unpack_runs(*runs), strict=True)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
