@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.unit.scheduler.scheduler_testbed import BLOCK, CHUNK, SchedulerTestbed
 
-from kvtier.engines.common.jobs import ArrivedKeys, BlockRun, BlockRuns, LoadJob, StoreJob
+from kvtier.engines.common.jobs import ArrivedKeys, BlockRun, LoadJob, LoadRuns, StoreJob
 from kvtier.engines.vllm.metadata import StepMetadata
 from kvtier.tiers.base import ALIGNMENT_BYTES
 
@@ -33,7 +33,7 @@ def _load(chunks: int, groups: int = 1, number: int = 7) -> LoadJob:
     keys = len(runs)
     slots = tuple(source.randrange(1 << 30) * ALIGNMENT_BYTES for _ in range(keys))
     generations = tuple(2 * source.randrange(1, 1 << 31) for _ in range(keys))
-    return LoadJob(number, "request", BlockRuns.of(runs), 5.0, 3, slots, generations)
+    return LoadJob(number, "request", LoadRuns.of(runs), 5.0, 3, slots, generations)
 
 
 def _stores(chunks: int) -> list[StoreJob]:
@@ -105,14 +105,14 @@ def test_numbers_that_do_not_fit_arrive_as_they_are(slot: int, generation: int) 
 
 def test_runs_are_a_sequence() -> None:
     runs = [BlockRun(0, 1, (5, 6)), BlockRun(1, 0, ()), BlockRun(0, 0, (7,))]
-    made = BlockRuns.of(runs)
+    made = LoadRuns.of(runs)
     assert list(made) == runs
     assert (made[-1], made[1:], made[:0], len(made)) == (runs[2], tuple(runs[1:]), (), 3)
     assert made == tuple(runs)
     assert made != tuple(runs[:2])
     with pytest.raises(IndexError):
         made[3]
-    assert BlockRuns.of(made) is made
+    assert LoadRuns.of(made) is made
 
 
 def test_the_step_of_a_request_sends_few_bytes(testbed: SchedulerTestbed) -> None:

@@ -42,7 +42,7 @@ Shape = tuple[int, int, int]
 """Of a run: group, first block, number of blocks."""
 
 
-class BlockRuns(Sequence[BlockRun]):
+class LoadRuns(Sequence[BlockRun]):
     """The runs of a load, each of which is built when it is asked for. Immutable.
 
     ``shapes[i]``: of the i-th run. ``blocks``: of all runs, one after the other.
@@ -56,9 +56,9 @@ class BlockRuns(Sequence[BlockRun]):
         self._starts = [0, *accumulate(shape[2] for shape in shapes)]
 
     @classmethod
-    def of(cls, runs: Sequence[BlockRun]) -> BlockRuns:
+    def of(cls, runs: Sequence[BlockRun]) -> LoadRuns:
         """The same runs."""
-        if isinstance(runs, BlockRuns):
+        if isinstance(runs, LoadRuns):
             return runs
         shapes = [(run.group, run.first, len(run.blocks)) for run in runs]
         return cls(shapes, list(chain.from_iterable(run.blocks for run in runs)))
@@ -86,14 +86,14 @@ class BlockRuns(Sequence[BlockRun]):
         return hash(tuple(self))
 
     def __repr__(self) -> str:
-        return f"BlockRuns({list(self)})"
+        return f"LoadRuns({list(self)})"
 
     def __reduce__(self) -> Reduced:
         return _unpack_runs, _pack_runs(self)
 
 
 def _pack_runs(runs: Sequence[BlockRun]) -> Packed:
-    every = BlockRuns.of(runs)
+    every = LoadRuns.of(runs)
     blocks, shapes = _array(every.blocks, 1 << 31), tuple(dict.fromkeys(every.shapes))
     if blocks is None or len(shapes) > _MAX_SHAPES:
         return list(every.shapes), list(every.blocks), None
@@ -104,14 +104,14 @@ def _pack_runs(runs: Sequence[BlockRun]) -> Packed:
     return shapes, blocks.astype(np.int32).tobytes(), which.tobytes()
 
 
-def _unpack_runs(shapes: Any, blocks: Any, which: Any) -> BlockRuns:
+def _unpack_runs(shapes: Any, blocks: Any, which: Any) -> LoadRuns:
     if which is None:
-        return BlockRuns(shapes, blocks)
+        return LoadRuns(shapes, blocks)
     if isinstance(which, int):
         of_runs = list(shapes) * which
     else:
         of_runs = [shapes[number] for number in np.frombuffer(which, np.uint16).tolist()]
-    return BlockRuns(of_runs, np.frombuffer(blocks, np.int32).tolist())
+    return LoadRuns(of_runs, np.frombuffer(blocks, np.int32).tolist())
 
 
 def _array(numbers: Sequence[int], limit: int) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
-from kvtier.engines.common.jobs import BlockRuns
+from kvtier.engines.common.jobs import LoadRuns
 from kvtier.engines.common.request_state import RequestState
 from kvtier.engines.common.scheduler_stores import NULL_BLOCK
 from kvtier.store.types import RAM_BITS
@@ -107,7 +107,7 @@ def source_tier(bits: int) -> int:
     return 0 if bits & RAM_BITS else (bits & -bits).bit_length() - 1
 
 
-def have_blocks(runs: BlockRuns) -> bool:
+def have_blocks(runs: LoadRuns) -> bool:
     """Whether vLLM has allocated every block that is to be filled."""
     wanted = sum(count for _, _, count in runs.shapes)
     return len(runs.blocks) == wanted and NULL_BLOCK not in runs.blocks

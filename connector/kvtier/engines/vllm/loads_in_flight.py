@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from kvtier.engines.common.jobs import ArrivedKeys, BlockRun, BlockRuns, LoadJob, LoadResult
+from kvtier.engines.common.jobs import ArrivedKeys, BlockRun, LoadJob, LoadResult, LoadRuns
 from kvtier.engines.common.request_state import PendingPromotion, RequestState
 from kvtier.engines.common.tierd_session import TierdSession
 from kvtier.engines.vllm.cost_estimates import CopyEstimator
@@ -74,7 +74,7 @@ class LoadsInFlight:
         parts = planner.needed(state.computed_tokens, end_tokens)
         first = planner.chunks(state.computed_tokens)
         load_id = self._new_id()
-        runs = BlockRuns(
+        runs = LoadRuns(
             [(part.group, part.first, part.blocks) for part in parts],
             [
                 block
