@@ -193,7 +193,7 @@ class WorkerLoads:
 
     def awaits_word(self, limit_bytes: int) -> bool:
         """Whether a load could be reported now, or earlier than its copies end, if tierd had pinned
-        it and the fingerprint were known: both take a millisecond or two.
+        it and the fingerprint were known: both take a few milliseconds.
 
         ``limit_bytes``: as for ``report_early``.
         """
