@@ -259,7 +259,7 @@ class World:
     happened: Counter[str] = field(default_factory=Counter)
     """What the schedule has gone through, by name."""
     on_loads: Callable[[], None] | None = None
-    """Called when the scheduler side has begun a load, before the workers learn of it."""
+    """Called when the scheduler side has started a load, before the workers learn of it."""
     failures: Counter[str] = field(default_factory=Counter)
     """Loads that failed, by reason, as the engine's metrics count them."""
     checked_tokens: int = 0
