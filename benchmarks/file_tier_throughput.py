@@ -32,7 +32,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import options, progress, report
 
 MIB = 1 << 20
-MIN_CAPACITY = 1 << 30
+MIN_CAPACITY = 64 << 30
+"""As of a real tier: nothing is evicted, and grants are as large as they become."""
 NAMESPACE = "b" * 32
 Job = tuple[ObjectRef, memoryview, ObjectMeta]
 
