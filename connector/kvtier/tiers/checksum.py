@@ -7,9 +7,7 @@ protects against an adversary who can write to the storage.
 
 from __future__ import annotations
 
-from typing import Protocol, cast
-
-from blake3 import blake3
+from typing import Protocol
 
 from kvtier.hashing import blake3_digest
 
@@ -21,19 +19,6 @@ else:
     _HAS_XXHASH = True
 
 DIGEST_BYTES = 16
-
-
-class Hasher(Protocol):
-    """A checksum that is computed piece by piece. One thread at a time; ``update`` releases the GIL
-    on large inputs."""
-
-    def update(self, data: memoryview) -> None:
-        """Continues with these bytes."""
-        ...
-
-    def digest(self) -> bytes:
-        """``DIGEST_BYTES`` over all bytes so far."""
-        ...
 
 
 class Checksum(Protocol):
@@ -48,10 +33,6 @@ class Checksum(Protocol):
         """``DIGEST_BYTES`` over exactly these bytes."""
         ...
 
-    def hasher(self) -> Hasher:
-        """For the same digest, piece by piece."""
-        ...
-
 
 class Blake3:
     """BLAKE3, truncated to 128 bits."""
@@ -62,21 +43,6 @@ class Blake3:
         """``DIGEST_BYTES`` over exactly these bytes."""
         return blake3_digest(data, DIGEST_BYTES)
 
-    def hasher(self) -> Hasher:
-        """For the same digest, piece by piece."""
-        return _Blake3Hasher()
-
-
-class _Blake3Hasher:
-    def __init__(self) -> None:
-        self._state = blake3()
-
-    def update(self, data: memoryview) -> None:
-        self._state.update(data)
-
-    def digest(self) -> bytes:
-        return self._state.digest(DIGEST_BYTES)
-
 
 class Xxh3:
     """XXH3-128. Requires xxhash."""
@@ -86,10 +52,6 @@ class Xxh3:
     def digest(self, data: memoryview) -> bytes:
         """``DIGEST_BYTES`` over exactly these bytes."""
         return xxhash.xxh3_128_digest(data)
-
-    def hasher(self) -> Hasher:
-        """For the same digest, piece by piece."""
-        return cast("Hasher", xxhash.xxh3_128())
 
 
 def preferred() -> Checksum:

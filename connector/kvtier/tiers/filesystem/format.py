@@ -316,50 +316,6 @@ def verify_payload(payload: memoryview, meta: ObjectMeta) -> None:
             raise TierCorruptError(f"the padding after shard {number} is not zero")
 
 
-class PayloadVerifier:
-    """``verify_payload`` piece by piece, while the payload is being read. ``checksum``: that of
-    ``meta``. One thread at a time."""
-
-    def __init__(self, payload: memoryview, meta: ObjectMeta, checksum: Checksum) -> None:
-        self._payload = payload
-        self._meta = meta
-        self._checksum = checksum
-        self._number = 0
-        self._start = self._at = 0
-        self._hasher = checksum.hasher()
-        self._problem = ""
-
-    def advance(self, end: int) -> None:
-        """The payload is there up to ``end``, which is a multiple of ``ALIGNMENT_BYTES``."""
-        sizes = self._meta.shard_bytes
-        while self._number < len(sizes) and not self._problem:
-            shard_end = self._start + sizes[self._number]
-            stop = min(shard_end, end)
-            if stop > self._at:
-                self._hasher.update(self._payload[self._at : stop])
-                self._at = stop
-            after = self._start + aligned(sizes[self._number])
-            if after > end:
-                return
-            self._end_shard(shard_end, after)
-
-    def _end_shard(self, end: int, after: int) -> None:
-        if self._hasher.digest() != self._meta.checksums[self._number]:
-            self._problem = f"checksum mismatch in shard {self._number}"
-        elif after - end != self._payload[end:after].tobytes().count(0):
-            self._problem = f"the padding after shard {self._number} is not zero"
-        self._number += 1
-        self._start = self._at = after
-        self._hasher = self._checksum.hasher()
-
-    def finish(self) -> None:
-        """Raises ``TierCorruptError`` unless every shard matches and padding is zero."""
-        if self._problem:
-            raise TierCorruptError(self._problem)
-        if self._number < len(self._meta.shard_bytes):
-            raise TierCorruptError("the payload is not complete")
-
-
 def clear_padding(payload: memoryview, meta: ObjectMeta) -> None:
     """Zeroes the padding between shards."""
     start = 0

@@ -12,7 +12,7 @@ import errno
 import mmap
 import os
 import stat
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -109,31 +109,6 @@ def read_file(path: str, header: memoryview, payload: memoryview, direct: bool) 
 
 
 def _read_file(path: str, header: memoryview, payload: memoryview, direct: bool) -> float:
-    with _opened(path, header, payload, direct) as (descriptor, modified):
-        _transfer(descriptor, [header, payload], os.preadv)
-        return modified
-
-
-def read_pieces(
-    path: str, header: memoryview, payload: memoryview, direct: bool, piece_bytes: int
-) -> Generator[int, None, float]:
-    """``read_file`` piece by piece: yields how many bytes of the payload were read, the header
-    with the first ones. The memory of a piece is not touched again. Raises as ``read_file``, but
-    does not open a stale file again."""
-    with _opened(path, header, payload, direct) as (descriptor, modified):
-        for start in range(0, payload.nbytes, piece_bytes):
-            piece = payload[start : start + piece_bytes]
-            buffers = [piece] if start else [header, piece]
-            _transfer(descriptor, buffers, os.preadv, header.nbytes + start if start else 0)
-            yield start + piece.nbytes
-        return modified
-
-
-@contextlib.contextmanager
-def _opened(
-    path: str, header: memoryview, payload: memoryview, direct: bool
-) -> Iterator[tuple[int, float]]:
-    """Descriptor and modification time of a file of exactly the length of both buffers."""
     # O_NONBLOCK: opening a pipe, which others can create in a shared directory, would block.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     flags |= _O_DIRECT if direct and is_aligned(payload) else 0
@@ -145,7 +120,8 @@ def _opened(
             raise TierCorruptError(f"{path} is not a regular file")
         if found.st_size != expected:
             raise TierCorruptError(f"{path} has {found.st_size} bytes, expected {expected}")
-        yield descriptor, found.st_mtime
+        _transfer(descriptor, [header, payload], os.preadv)
+        return found.st_mtime
     finally:
         os.close(descriptor)
 

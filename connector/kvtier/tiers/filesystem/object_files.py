@@ -6,11 +6,10 @@ can use: a header of 4 KiB, and 2 MiB for encryption if the tier encrypts.
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from kvtier.errors import TierCorruptError, TierForeignError
 from kvtier.tiers.base import ObjectMeta, ObjectRef
@@ -18,7 +17,6 @@ from kvtier.tiers.checksum import preferred
 from kvtier.tiers.filesystem import io
 from kvtier.tiers.filesystem.format import HEADER_BYTES, clear_padding, is_foreign, write_header
 from kvtier.tiers.filesystem.layout import Modes
-from kvtier.tiers.filesystem.overlap import MIN_BYTES, OverlappedVerifier, piece_bytes
 from kvtier.tiers.filesystem.record import is_nfs
 from kvtier.tiers.filesystem.seal import (
     PIECE_BYTES,
@@ -41,7 +39,6 @@ class ObjectFiles:
         self._modes = modes
         self._sealing = sealing
         self._buffers = threading.local()
-        self.overlapped = OverlappedVerifier()
 
     def keys(self) -> KeySet | None:
         """The keys in effect; None if objects have no tag. Raises ``TierKeyMissingError``."""
@@ -76,13 +73,6 @@ class ObjectFiles:
         """
         keys, header = self.keys(), self._header()
         try:
-            if keys is None and into.nbytes >= MIN_BYTES and self.overlapped.take():
-                try:
-                    found = self._read_overlapped(path, ref, into)
-                finally:
-                    self.overlapped.give()
-                if found is not None:
-                    return found
             modified = io.read_file(path, header, into, self.direct)
             return open_object(header, into, ref, keys), modified
         except TierCorruptError as error:
@@ -90,26 +80,6 @@ class ObjectFiles:
             if is_foreign(io.read_start(path, HEADER_BYTES)):
                 raise TierForeignError(f"{path} has another format version: {error}") from error
             raise
-
-    def _read_overlapped(
-        self, path: str, ref: ObjectRef, into: memoryview
-    ) -> tuple[ObjectMeta, float] | None:
-        """Reads and verifies an object at the same time. None if it must be read as a whole."""
-        header, modified = self._header(), 0.0
-
-        def pieces() -> Iterator[int]:
-            nonlocal modified
-            modified = yield from io.read_pieces(
-                path, header, into, self.direct, piece_bytes(into.nbytes)
-            )
-
-        try:
-            meta = self.overlapped.verify(pieces(), header, into, ref)
-        except OSError as error:
-            if error.errno != errno.ESTALE:
-                raise
-            return None
-        return None if meta is None else (meta, modified)
 
     def writer(
         self, ref: ObjectRef, payload: memoryview, meta: ObjectMeta, sync: bool
