@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
@@ -15,7 +15,10 @@ LEAD_SHARE = 0.01
 """ARC is used while it is ahead of LRU by more hits than this part of the resident objects: at the
 start, and where both have the same hits, LRU is used."""
 _MAX_EVICTIONS = 4
-"""Of a trial in one call, after the tier has become smaller."""
+"""Of a trial for one use, after the tier has become smaller."""
+_USES_AT_ONCE = 8
+_MAX_USES = 1 << 16
+"""Uses that wait to be tried. With many more hits than stores the oldest ones are left out."""
 
 
 class ArcPolicy(LruPolicy[ItemT, IdentityT]):
@@ -162,7 +165,8 @@ class TriedArcPolicy(ArcPolicy[ItemT, IdentityT]):
 
     Two orders without objects, one of each kind, are told of all uses and are as large as the tier.
     The one with more hits since the start says which rule finds the next victim. What both would
-    hold takes about 1 KiB for each resident object, and three times the processor time of LRU.
+    hold takes about 1 KiB for each resident object, and four times the processor time of LRU: a few
+    uses at a time, when an object is stored or evicted, so that a long prompt delays nothing.
     Tenants, retained objects and queued requests are left out of the comparison.
     """
 
@@ -176,18 +180,20 @@ class TriedArcPolicy(ArcPolicy[ItemT, IdentityT]):
         super().__init__(identify, previous, elsewhere, tenant)
         self._lru_trial: _Trial[IdentityT] = _Trial(arc=False)
         self._arc_trial: _Trial[IdentityT] = _Trial(arc=True)
+        self._uses: deque[tuple[IdentityT, IdentityT | None]] = deque(maxlen=_MAX_USES)
         self.lead = 0
         """Hits of ARC less those of LRU."""
 
     def admit(self, item: ItemT) -> None:
         """Adds an object."""
         super().admit(item)
-        self._try(item)
+        self._uses.append((self._identify(item), self._previous(item)))
+        self._try()
 
     def hit(self, item: ItemT) -> None:
         """Notes a use of the object."""
         super().hit(item)
-        self._try(item)
+        self._uses.append((self._identify(item), self._previous(item)))
 
     def follow(self, item: ItemT) -> None:
         """It has become known which object precedes this one."""
@@ -197,6 +203,7 @@ class TriedArcPolicy(ArcPolicy[ItemT, IdentityT]):
 
     def victim(self, urgent: bool = True) -> ItemT | None:
         """The next victim by the rule that has more hits, which is leaving."""
+        self._try()
         if self.arc_leads:
             return super().victim(urgent)
         return LruPolicy.victim(self, urgent)
@@ -206,7 +213,9 @@ class TriedArcPolicy(ArcPolicy[ItemT, IdentityT]):
         """Whether victims are found by ARC."""
         return self.lead > LEAD_SHARE * len(self._is_often)
 
-    def _try(self, item: ItemT) -> None:
-        identity, previous, room = self._identify(item), self._previous(item), len(self._is_often)
-        self.lead += self._arc_trial.use(identity, previous, room)
-        self.lead -= self._lru_trial.use(identity, previous, room)
+    def _try(self) -> None:
+        room = len(self._is_often)
+        for _ in range(min(len(self._uses), _USES_AT_ONCE)):
+            identity, previous = self._uses.popleft()
+            self.lead += self._arc_trial.use(identity, previous, room)
+            self.lead -= self._lru_trial.use(identity, previous, room)
