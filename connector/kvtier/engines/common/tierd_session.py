@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from kvtier.config.loader import merge_live
-from kvtier.config.models import Daemon, Live, LiveTier, Topology
+from kvtier.config.models import Daemon, Live, LiveTier, StorePolicy, Topology
 from kvtier.engines.common.model_identity import EngineIdentity
 from kvtier.engines.common.owners import Owners
 from kvtier.planner import Planner
@@ -338,6 +338,17 @@ class TierdSession:
     def tier_names(self) -> tuple[str, ...]:
         """The names of all tiers, in order."""
         return self._tier_names
+
+    def can_store_in(self, names: Container[str]) -> bool:
+        """Whether objects that may be stored in these tiers only are stored anywhere."""
+        memory, *others = self._tier_names
+        if memory in names:
+            return True
+        persistent = self.ready is None or self.ready.persistent
+        return persistent and any(
+            name in names and self.live.tiers.get(name, LiveTier()).store_policy != StorePolicy.NONE
+            for name in others
+        )
 
     def tier_bits(self, names: Container[str]) -> int:
         """Returns the presence bits of the tiers with these names."""

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.engines.common.jobs import ArrivedKeys, LoadJob, StoreJob
-from kvtier.engines.common.rearming import CopyFailures, RankCopies
+from kvtier.engines.common.rearming import CopyFailures, OpenCopies
 from kvtier.engines.common.worker_loads import WorkerLoads
 from kvtier.engines.common.worker_pool import HostPoolMapper, PoolReady
 from kvtier.engines.common.worker_state import RankContext, WorkerClient, WorkerOutbox
@@ -80,7 +80,7 @@ class TransferThread:
         self._copies = threading.Lock()
         self._hook_ran_at = context.clock()
         self._failures = CopyFailures(
-            RankCopies(context, self._copies, self._loads, self._stores, self._outbox),
+            OpenCopies(context, self._copies, self._loads, self._stores, self._outbox),
             self._client.drop,
             self._sleep_unless_closing,
         )
