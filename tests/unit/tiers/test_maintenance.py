@@ -15,7 +15,7 @@ from kvtier.errors import TierMissError, TierNoSpaceError, TierUnavailableError
 from kvtier.testing.objects import NAMESPACE, buffer, make_object
 from kvtier.tiers.base import TierLimits
 from kvtier.tiers.filesystem import FileSystemTier, io, maintenance, tier
-from kvtier.tiers.filesystem.election import LEASE_SECONDS
+from kvtier.tiers.filesystem.election import HEARTBEAT_SECONDS, LEASE_SECONDS
 from kvtier.tiers.filesystem.layout import writers_path
 from kvtier.tiers.filesystem.walker import object_path
 

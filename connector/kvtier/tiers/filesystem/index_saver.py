@@ -82,7 +82,10 @@ class IndexSaver:
         return restored
 
     def restore_uses(self) -> None:
-        """Takes how often the indexed objects were used from saved indexes."""
+        """Takes how often the indexed objects were used from saved indexes. For a directory that
+        was scanned; not for a large one, whose saved index takes long to read."""
+        if self._index.count >= MIN_OBJECTS:
+            return
         for saved in self._read_all():
             for key, uses in saved.uses_by_key():
                 if uses:
