@@ -247,7 +247,8 @@ class Index:
                 return False
             node = self._enter(namespace, key, size_bytes, previous, often=often)
             self._learn(node, facts)
-            self._uses[node] = min(uses, MAX_USES)
+            if uses:
+                self._uses[node] = min(uses, MAX_USES)
             return True
 
     # Tenants, and objects that expire.

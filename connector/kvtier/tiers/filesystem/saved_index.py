@@ -74,23 +74,25 @@ class SavedIndex:
 
     def object_at(self, place: int, previous_place: int) -> SavedObject:
         """The object at a place. ``previous_place``: that of the one before it, or 0."""
-        _, _, units, uses, flags, length = _unpacked(self.data, place, self.counts_uses)
-        start = place + _object_bytes(self.counts_uses)
+        layout = _layout(self.counts_uses)
+        fields = layout.unpack_from(self.data, place)
+        flags, length = fields[-2:]
+        start = place + layout.size
         previous = self._key_at(previous_place) if previous_place else b""
         return SavedObject(
             self.namespace,
             self.data[start : start + length],
-            units * ALIGNMENT_BYTES,
+            fields[2] * ALIGNMENT_BYTES,
             previous,
             bool(flags & _OFTEN),
             self._facts(start + length, flags),
-            uses,
+            fields[3] if self.counts_uses else 0,
         )
 
     def uses_by_key(self) -> Iterator[tuple[bytes, int]]:
         """How often each object was used, if the index says so."""
         for place in self.places.tolist() if self.counts_uses else ():
-            *_, uses, _, length = _unpacked(self.data, place, self.counts_uses)
+            _, _, _, uses, _, length = _OBJECT.unpack_from(self.data, place)
             start = place + _OBJECT.size
             yield self.data[start : start + length], uses
 
@@ -101,22 +103,14 @@ class SavedIndex:
         return ObjectFacts(tenant if any(tenant) else NO_TENANT, expires_at)
 
     def _key_at(self, place: int) -> bytes:
-        start = place + _object_bytes(self.counts_uses)
+        start = place + _layout(self.counts_uses).size
         return self.data[start : start + self.data[start - 1]]
 
 
-def _object_bytes(counts_uses: bool) -> int:
-    """Size of an object without its key."""
-    return _OBJECT.size if counts_uses else _OBJECT_WITHOUT_USES.size
-
-
-def _unpacked(data: bytes, place: int, counts_uses: bool) -> tuple[int, int, int, int, int, int]:
-    """Use, use of the object before, units, uses, flags and length of the key."""
-    if counts_uses:
-        use, previous, units, uses, flags, length = _OBJECT.unpack_from(data, place)
-        return use, previous, units, uses, flags, length
-    use, previous, units, flags, length = _OBJECT_WITHOUT_USES.unpack_from(data, place)
-    return use, previous, units, 0, flags, length
+def _layout(counts_uses: bool) -> struct.Struct:
+    """An object without its key: use, use of the object before, size, uses if they are counted,
+    flags, length of the key."""
+    return _OBJECT if counts_uses else _OBJECT_WITHOUT_USES
 
 
 def size_bytes(index: Index, namespace: str) -> int:
@@ -227,11 +221,14 @@ def _parsed(data: bytes, namespace: str, objects: int, counts_uses: bool) -> Sav
     previous = np.zeros(objects, dtype=np.uint32)
     places = np.zeros(objects, dtype=np.int64)
     at = _HEAD.size
-    end, size = len(data), _object_bytes(counts_uses)
+    layout = _layout(counts_uses)
+    end, size = len(data), layout.size
     for number in range(objects):
         if at + size > end:
             raise InvalidIndexError("fewer objects than it says")
-        use, previous[number], units, _, flags, length = _unpacked(data, at, counts_uses)
+        fields = layout.unpack_from(data, at)
+        use, previous[number], units = fields[:3]
+        flags, length = fields[-2:]
         if not 1 <= length <= MAX_KEY_BYTES or not use or not units:
             raise InvalidIndexError("an object without key, use or size")
         uses[number], places[number] = use, at
