@@ -17,7 +17,7 @@ start, and where both have the same hits, LRU is used."""
 _MAX_EVICTIONS = 4
 """Of a trial for one use, after the tier has become smaller."""
 _USES_AT_ONCE = 8
-_MAX_USES = 1 << 16
+_MAX_USES = 1 << 14
 """Uses that wait to be tried. With many more hits than stores the oldest ones are left out."""
 
 
