@@ -278,7 +278,6 @@ class KVTierConnectorScheduler:
         ready = self.session.ready
         metadata = StepMetadata(
             step=self._step,
-            pinned_loads=self.loads.in_flight.take_pinned(),
             idle=not output.num_scheduled_tokens,
             identity=self.weights.number,
             report_weights=self.weights.report_needed,
