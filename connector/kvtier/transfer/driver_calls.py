@@ -52,7 +52,7 @@ class DriverCalls:
 
     def close(self, *, cancel: bool = False) -> None:
         """Ends the threads once they have made their calls; with ``cancel`` those that have not
-        begun are not made. Waits for nothing. Idempotent."""
+        started are not made. Waits for nothing. Idempotent."""
         with self._lock:
             if self._closed:
                 return

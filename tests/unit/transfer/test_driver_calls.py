@@ -77,12 +77,12 @@ def test_a_process_with_a_hanging_call_ends() -> None:
     code = (
         "import threading\n"
         "from kvtier.transfer.driver_calls import DriverCalls\n"
-        "begun = threading.Event()\n"
+        "started = threading.Event()\n"
         "def hang():\n"
-        "    begun.set()\n"
+        "    started.set()\n"
         "    threading.Event().wait()\n"
         "DriverCalls(1, 'test').submit(hang)\n"
-        "assert begun.wait(30)\n"
+        "assert started.wait(30)\n"
     )
     # Only a process that hangs takes as long.
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
