@@ -214,7 +214,7 @@ class KVTierConnectorScheduler:
         """Plans stores of executed chunks and returns the workers' jobs for this step."""
         self._begin_hook()
         self._step += 1
-        self.queue.prefetch(self._adapters)
+        self.queue.advance(self._adapters)
         self.stores.begin_step()
         events = self.events
         if events is not None:
