@@ -23,7 +23,7 @@ STEP_SECONDS = 60.0
 
 
 class DeferredCopyEngine(CpuCopyEngine):
-    """Copies to the device wait for ``order_kernels`` once the transfer thread has begun."""
+    """Copies to the device wait for ``order_kernels`` once the transfer thread runs."""
 
     kind = "deferred"
 
