@@ -16,7 +16,7 @@ from kvtier.transfer.codec import Codec
 from kvtier.transfer.cpu import CpuCopyEngine
 from kvtier.transfer.engine import Copy, CopyHandle, Direction
 
-GIVEN_UP_SECONDS = 2.0
+GIVEN_UP_SECONDS = 30.0
 """Then a copy runs by itself, so that a load that is not reported early ends."""
 STEP_SECONDS = 60.0
 """How long a step may wait for tierd's word: no machine is too slow for one step."""
