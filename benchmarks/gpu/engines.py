@@ -30,8 +30,12 @@ from kvtier.config.models import (
     Topology,
 )
 from kvtier.config.writer import write
+from kvtier.engines.vllm.plugin import TOPOLOGY_VARIABLE
+from kvtier.payload import write as write_payload
 
 ATTACH_SECONDS = 120.0
+DRAIN_SECONDS = 60.0
+QUIET_LOOKS = 10
 CHILD_SECONDS = 280.0
 """A measurement that takes longer has failed."""
 LLAMA_8B = {
@@ -61,6 +65,9 @@ FILES_GIB = 40
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Options that every GPU benchmark has."""
     parser.add_argument("--runner", choices=("v1", "v2"), default="v2", help="vLLM's model runner")
+    parser.add_argument(
+        "--in-process", action="store_true", help="the engine's core in the caller's process"
+    )
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of one engine")
     parser.add_argument("--ram-gib", type=int, default=36, help="capacity of the memory tier")
     parser.add_argument(
@@ -85,7 +92,7 @@ def run_child(script: str, mode: str, scratch: Path, arguments: Sequence[str]) -
         try:
             subprocess.run(
                 command,
-                env={**os.environ, **environment()},
+                env={**os.environ, **environment(scratch)},
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 timeout=CHILD_SECONDS,
@@ -107,15 +114,20 @@ def finish(scratch: str, mode: str, result: dict[str, Any], llm: Any) -> None:
     os._exit(0)
 
 
-def environment() -> dict[str, str]:
-    """Settings of all engines: no reports to anybody, equal block hashes."""
+def environment(scratch: Path) -> dict[str, str]:
+    """Settings of all engines: no reports to anybody, equal block hashes, and KVTier as the
+    operator delivers it, a payload whose plugin attaches the connector."""
+    payload = scratch / "payload"
+    if not payload.exists():
+        write_payload(payload, include=("payload",))
+    path = [str(payload), os.environ.get("PYTHONPATH", "")]
     return {
+        "PYTHONPATH": os.pathsep.join(each for each in path if each),
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
         "PYTHONHASHSEED": "0",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
     }
 
 
@@ -166,20 +178,20 @@ def engine_arguments(
     """Returns vLLM's arguments for an engine, and the run directory of its tierd. ``mode``:
     "kvtier"; "peer", vLLM's OffloadingConnector with as much memory; or "none", no connector."""
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if options.runner == "v2" else "0"
-    transfer: dict[str, Any] = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if options.in_process else "1"
+    transfer: dict[str, Any] = {}
+    os.environ.pop(TOPOLOGY_VARIABLE, None)
     run_directory = None
     if mode == "kvtier":
         topology = scratch / "topology"
         if not topology.exists():
             make_topology(topology, options.ram_gib, options.chunk_tokens)
         run_directory = run_directory_of(topology)
-        transfer |= {
-            "kv_connector": "KVTierConnector",
-            "kv_connector_module_path": "kvtier.engines.vllm.connector",
-            "kv_connector_extra_config": {"topology": str(topology)},
-        }
+        os.environ[TOPOLOGY_VARIABLE] = str(topology)
     elif mode == "peer":
-        transfer |= {
+        transfer = {
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
             "kv_connector": "OffloadingConnector",
             "kv_connector_extra_config": {"cpu_bytes_to_use": options.ram_gib << 30},
         }
@@ -201,7 +213,7 @@ def engine_arguments(
             "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 40, 64],
         },
     }
-    if mode != "none":
+    if transfer:
         arguments["kv_transfer_config"] = transfer
     return arguments, run_directory
 
@@ -253,6 +265,23 @@ def settle(run_directory: Path | None, step: Callable[[], object], seconds: floa
         quiet = quiet + 1 if not status(run_directory).get("pendingStores", 0) else 0
         time.sleep(0.05)
     step()
+
+
+def drain(run_directory: Path | None, step: Callable[[], object]) -> float:
+    """Returns the seconds until no tier has anything to write, at several looks in a row: the
+    engine submits the last stores, and looks after copies, in its steps."""
+    begin = last = time.perf_counter()
+    quiet = 0
+    while run_directory is not None and quiet < QUIET_LOOKS and last - begin < DRAIN_SECONDS:
+        step()
+        time.sleep(0.02)
+        found = status(run_directory)
+        pending = found.get("pendingStores", 0)
+        pending += sum(each["pendingStoreBytes"] for each in found.get("tiers", []))
+        quiet = 0 if pending else quiet + 1
+        if not quiet:
+            last = time.perf_counter()
+    return last - begin
 
 
 def link_bytes_per_second(gpus: int = 1) -> float:

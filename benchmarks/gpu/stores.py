@@ -26,7 +26,6 @@ from kvtier.config.models import FileSystemTierDocument
 LENGTHS = (4096, 16_384, 65_536)
 REQUESTS, PROMPT_TOKENS, ANSWER_TOKENS = 32, 8192, 64
 MODES = ("none", "kvtier", "files")
-DRAIN_SECONDS = 60.0
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -70,17 +69,7 @@ def measure(mode: str, chosen: argparse.Namespace) -> None:
         return {each["name"]: each["objects"] for each in tiers}
 
     def drain() -> float:
-        """Seconds until no tier has anything to write. ``step``: the engine looks after copies."""
-        begin = time.perf_counter()
-        while run_directory is not None and time.perf_counter() - begin < DRAIN_SECONDS:
-            found = engines.status(run_directory)
-            pending = found.get("pendingStores", 0)
-            pending += sum(each["pendingStoreBytes"] for each in found.get("tiers", []))
-            if not pending:
-                break
-            step()
-            time.sleep(0.02)
-        return time.perf_counter() - begin
+        return engines.drain(run_directory, step)
 
     engines.wait_attached(run_directory, step, chosen.tensor_parallel)
     for length in (4097, 8193):

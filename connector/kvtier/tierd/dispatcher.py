@@ -17,6 +17,7 @@ from kvtier.errors import KVTierError
 from kvtier.store.cost_model import Prefill, PrefixCost
 from kvtier.store.store import TierStore
 from kvtier.store.types import (
+    MEMORY_BIT,
     NO_OWNER,
     ChunkId,
     CreditsGranted,
@@ -246,11 +247,12 @@ class Dispatcher:
             self._counters.add("protocol_violations", "", f"scheduler_{type(message).__name__}")
 
     def _owner(self, owner: Owner) -> Owner:
-        """The owner that a message names. One that cannot be is none."""
+        """The owner that a message names. One that cannot be is none, and limited to RAM if it
+        limits the tiers."""
         found = checked_owner(owner)
         if found is None:
             self._counters.add("protocol_violations", "", "owner")
-            return NO_OWNER
+            return Owner(tiers=MEMORY_BIT) if owner.tiers else NO_OWNER
         return found
 
     def _owners(self, message: Reserve) -> Iterator[Owner]:
