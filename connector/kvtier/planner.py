@@ -426,7 +426,8 @@ class Planner:
         missing = np.zeros(int(ends[-1]) - low + 1, np.int64)
         """Before each chunk from ``low`` on, how many."""
         np.cumsum(~presence.held(number, low, int(ends[-1])), out=missing[1:])
-        return ends[missing[ends - low] == missing[begins - low]]
+        usable: Numbers = ends[missing[ends - low] == missing[begins - low]]
+        return usable
 
 
 class Frontier:

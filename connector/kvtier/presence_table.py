@@ -81,8 +81,9 @@ class _Slots:
 
     def bits_of(self, tags: Words, absent: int = 0) -> Words:
         """The bits of each tag; ``absent``, 0 or -1, if it has no slot."""
-        found = np.full(tags.size, absent, np.int64)
-        left, lines = np.arange(tags.size), (tags & self.mask) // _LINE
+        found: Words = np.full(tags.size, absent, np.int64)
+        left: Words = np.arange(tags.size)
+        lines: Words = (tags & self.mask) // _LINE
         while left.size >= _FEW_KEYS:
             # Tags and bits come with one read of memory. A tag that another thread adds meanwhile
             # may be seen with the bits of before, which are 0.

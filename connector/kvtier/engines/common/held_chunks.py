@@ -92,4 +92,5 @@ class HeldChunks:
     def held(self, group: int, begin: int, end: int) -> NDArray[np.bool_]:
         """Of each chunk from ``begin`` to before ``end``: whether its object is there."""
         found = self.bits(group, begin, end)
-        return (found if self._counts is None else self._counts(found)) != 0
+        there: NDArray[np.bool_] = (found if self._counts is None else self._counts(found)) != 0
+        return there
