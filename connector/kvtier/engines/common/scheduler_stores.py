@@ -21,7 +21,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count, groupby
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -77,8 +77,7 @@ class OpenStore:
     """Its blocks were given back before the copy was seen done, so it is not delivered."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Reference:
+class _Reference(NamedTuple):
     """Blocks that the step being built computes, or has computed, which are referenced until it is
     known to be executed. ``generation``: of the request's frontier."""
 
@@ -199,7 +198,7 @@ class SchedulerStores:
         frontier = state.frontier
         if frontier.next_chunk >= storable_chunks:
             return
-        blocked_reason = self._store_blocked_reason(state)
+        blocked = blocked_reason = self._store_blocked_reason(state)
         # The frontier stays, so that a limit that is lowered has its effect on running requests.
         if blocked_reason and not finished:
             return
@@ -234,7 +233,8 @@ class SchedulerStores:
                 if not reason and not finished and not self._session.credits[group]:
                     return
                 if not reason:
-                    self._store(ChunkBlocks(group, key, previous, state, ids, self._touch(ids)))
+                    chunk_blocks = ChunkBlocks(group, key, previous, state, ids, self._touch(ids))
+                    self._store(chunk_blocks, bool(blocked))
                 elif not finished and reason != "blocks_gone":
                     return
                 else:
@@ -281,6 +281,9 @@ class SchedulerStores:
 
         ``storable``: of how many chunks of a request the content is final.
         """
+        if not self._references or self._references[0][0] > step:
+            return
+        blocked = bool(self._store_blocked_reason())
         while self._references and self._references[0][0] <= step:
             _, found = self._references.popleft()
             state, chunk = found.state, found.chunk
@@ -298,7 +301,8 @@ class SchedulerStores:
                     self._free(found.blocks)
             if stale:
                 continue
-            self._store(ChunkBlocks(found.group, keys[chunk], b"", state, found.ids, found.blocks))
+            group, ids, blocks = found.group, found.ids, found.blocks
+            self._store(ChunkBlocks(group, keys[chunk], b"", state, ids, blocks), blocked)
 
     def _drop_references(self) -> None:
         references, self._references = self._references, deque()
@@ -383,13 +387,12 @@ class SchedulerStores:
             return "short_prompt"
         return ""
 
-    def _store(self, chunk: ChunkBlocks) -> None:
+    def _store(self, chunk: ChunkBlocks, blocked: bool) -> None:
         """Plans the store of a chunk whose blocks are referenced, or holds it until there is a
-        slot."""
+        slot, and nothing is ``blocked`` as a whole."""
         taken = False
         try:
-            planned = self._session.credits[chunk.group] and not self._store_blocked_reason()
-            if planned:
+            if self._session.credits[chunk.group] and not blocked:
                 self._add_planned(chunk)
             else:
                 self._waiting.add(chunk, self._clock())

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvtier.engines.common.request_state import RequestState
 
@@ -20,8 +19,7 @@ WAITING_SECONDS = 0.1
 take a tenth of a millisecond, an eviction up to 100 ms."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkBlocks:
+class ChunkBlocks(NamedTuple):
     """What one object is copied from. ``previous``: key of the chunk before it if the object is of
     no use without that, else empty."""
 
@@ -33,8 +31,7 @@ class ChunkBlocks:
     blocks: list[Any]
 
 
-@dataclass(frozen=True, slots=True)
-class _Waiting:
+class _Waiting(NamedTuple):
     """``number``: in the order in which they came. ``until_step``, ``until``: when it is given up,
     the later of both."""
 
