@@ -43,7 +43,6 @@ from kvtier.config.models import (
     Topology,
 )
 from kvtier.engines.common.model_identity import EngineIdentity
-from kvtier.engines.common.rearming import RearmTimes
 from kvtier.engines.common.tierd_session import TierdSession
 from kvtier.engines.common.worker_loads import WorkerLoads
 from kvtier.engines.common.worker_state import (
@@ -56,6 +55,7 @@ from kvtier.engines.common.worker_state import (
 from kvtier.engines.common.worker_stores import WorkerStores
 from kvtier.engines.vllm.config import group_of
 from kvtier.engines.vllm.connector import KVTierConnector
+from kvtier.engines.vllm.hook_guard import HookGuard
 from kvtier.engines.vllm.metadata import StepMetadata, WorkerReport
 from kvtier.engines.vllm.metrics import KVTierStats
 from kvtier.engines.vllm.scheduler import KVTierConnectorScheduler
@@ -258,6 +258,10 @@ class World:
     outbox: list[tuple[int, int, bool, int]] = field(default_factory=list)
     happened: Counter[str] = field(default_factory=Counter)
     """What the schedule has gone through, by name."""
+    on_loads: Callable[[], None] | None = None
+    """Called when the scheduler side has started a load, before the workers learn of it."""
+    failures: Counter[str] = field(default_factory=Counter)
+    """Loads that failed, by reason, as the engine's metrics count them."""
     checked_tokens: int = 0
     run_directory: str = "/dev/shm/kvtier-unit-test"
     engine_name: str = "engine/dp0"
@@ -291,6 +295,7 @@ class World:
             self.random,
         )
         self.scheduler = self._scheduler(config, hash_tokens)
+        self._note_failures()
         self.step_number = 0
         self.attach()
 
@@ -350,6 +355,20 @@ class World:
                 hash_tokens,
             )
 
+    def _note_failures(self) -> None:
+        collect = self.kvtier.collect_stats
+
+        def noting(stats: KVTierStats) -> None:
+            failures = self.kvtier.loads.in_flight.counts.failures
+            self.failures.update(failures)
+            if len(self.planner.groups) > 1:
+                self.happened["a load lost one group's object"] += failures["gone"]
+            if len(self.ranks) > 1:
+                self.happened["a load lost one rank's shard"] += failures["copy"]
+            collect(stats)
+
+        self.kvtier.collect_stats = noting  # type: ignore[method-assign]
+
     def layers(self, rank: int, group: int) -> int:
         """How many layers of a group a rank has."""
         return 0 if (rank, group) in self.options.missing else LAYERS
@@ -406,6 +425,8 @@ class World:
         self.step_number += 1
         output = self.scheduler.schedule()
         metadata = output.kv_connector_metadata
+        if metadata.loads and self.on_loads is not None:
+            self.on_loads()
         for rank in self.ranks:
             rank.copies.open = False
             if metadata.voided_stores:
@@ -598,10 +619,9 @@ def _connector(vllm_config: Any, config: KVCacheConfig, scheduler: Any) -> KVTie
     made = KVTierConnector.__new__(KVTierConnector)
     KVConnectorBase_V1.__init__(made, vllm_config, KVConnectorRole.SCHEDULER, config)
     made._scheduler, made._worker, made._supervisor = scheduler, None, None
-    made._off_reason, made._rearm_times, made._rearm_at = "", RearmTimes(), float("inf")
-    made._hook_errors = 0
+    made._guard = HookGuard(made._count_error, made._clock)
+    made._guarded = made._guard.guarded
     made._reported_off = False
-    made._stats, made._steps, made._chunk_tokens = KVTierStats(), 0, CHUNK
-    made._counts_stores = False
+    made._stats, made._steps, made._counted_tokens = KVTierStats(), 0, 0
     scheduler.start()
     return made

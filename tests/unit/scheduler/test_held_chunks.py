@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.python_calls import python_calls
+from tests.support.python_calls import python_calls, python_lines
 from tests.unit.scheduler.scheduler_testbed import DISK, RAM, SchedulerTestbed
 
 from kvtier import planner as planner_module
@@ -178,15 +179,15 @@ def test_the_prefixes_that_one_lookup_compares_are_of_one_moment() -> None:
     assert held.only_bits(RAM).first_missing(0, 0, 8) == 8
 
 
-def _cost(planner: Planner | None, chunks: int, others: int, bits: int, holes: int = 1) -> int:
-    """Calls in Python of the first lookup of a prompt whose chunks are held in tiers ``bits``;
-    every n-th of its windows. ``others``: further keys of the replica, in a file tier."""
+def _cost(planner: Planner | None, chunks: int, others: int, bits: int) -> int:
+    """Calls in Python of the first lookup of a prompt whose chunks are held in tiers ``bits``.
+    ``others``: further keys of the replica, in a file tier."""
     testbed = SchedulerTestbed(planner=planner)
     request = testbed.request(chunks * CHUNK + 1)
     testbed.hold([b"\0" + b"other" + number.to_bytes(27, "big") for number in range(others)], DISK)
     for group in range(len(planner.groups) if planner else 1):
         keys = [bytes([group]) + key[1:] for key in request.keys(0, chunks)]
-        testbed.hold(keys[:: holes if group == 1 else 1], bits)
+        testbed.hold(keys, bits)
     return python_calls(lambda: testbed.ask(request))
 
 
@@ -204,9 +205,44 @@ def test_a_lookup_makes_hardly_more_calls_for_a_long_prompt_and_none_more_for_a_
     assert _cost(planner, 512, 20_000, bits) < long + 200
 
 
-def test_a_prompt_whose_windows_have_holes_is_looked_up_once() -> None:
-    """No prefix is usable, which takes a few calls for each hole."""
-    assert _cost(HYBRID, 512, 0, DISK, holes=2) < 512 * 8
+@pytest.mark.parametrize(
+    "missing",
+    [
+        lambda group, chunk: group == 1 and chunk % 2,
+        lambda group, chunk: chunk % 2 == (group == 1) if group else False,
+        lambda group, chunk: group == 1,
+        lambda group, chunk: group == 2,
+        lambda group, chunk: group == 1 and 170 <= chunk < 340,
+        lambda group, chunk: group and (170 <= chunk < 340) == (group == 1),
+        lambda group, chunk: group == 2 and chunk == 511,
+    ],
+    ids=[
+        "every second window",
+        "every second window and the other states",
+        "all windows",
+        "all states",
+        "windows of the middle",
+        "windows of the middle and other states",
+        "the last state",
+    ],
+)
+def test_a_lookup_makes_few_calls_whatever_is_missing(
+    missing: Callable[[int, int], object],
+) -> None:
+    """A call for each of 512 chunks would be seen."""
+    testbed = SchedulerTestbed(planner=HYBRID)
+    request = testbed.request(512 * CHUNK + 1)
+    keys = request.keys(0, 512)
+    testbed.hold(
+        [
+            bytes([group]) + key[1:]
+            for group in range(3)
+            for chunk, key in enumerate(keys)
+            if not missing(group, chunk)
+        ],
+        RAM,
+    )
+    assert python_calls(lambda: testbed.ask(request)) < 450
 
 
 @pytest.mark.parametrize("planner", [None, HYBRID], ids=["one group", "three groups"])
@@ -225,3 +261,22 @@ def test_a_decode_step_makes_a_handful_of_calls_for_each_running_request(
         scheduled = dict.fromkeys(scheduled, 1)
         cost.append(python_calls(partial(testbed.build, scheduled)))
     assert (cost[1] - cost[0]) / 64 < 3
+
+
+@pytest.mark.parametrize("planner", [None, HYBRID], ids=["one group", "three groups"])
+def test_a_request_that_has_not_changed_costs_a_step_the_same_however_much_of_it_waits(
+    planner: Planner | None,
+) -> None:
+    """No slot is free. What is counted includes each turn of a loop."""
+    cost = []
+    for chunks in (2, 40):
+        testbed = SchedulerTestbed(planner=planner)
+        scheduled = {f"r{number}": chunks * CHUNK for number in range(8)}
+        for name in scheduled:
+            testbed.admit(testbed.request(chunks * CHUNK, name), 0, 0)
+        testbed.run(scheduled)
+        scheduled = dict.fromkeys(scheduled, 1)
+        testbed.run(scheduled)
+        cost.append(python_lines(partial(testbed.build, scheduled)))
+    assert cost[1] <= cost[0] + 5
+    assert cost[0] < 150 + 8 * 40

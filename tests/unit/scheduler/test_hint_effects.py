@@ -390,12 +390,31 @@ def test_nothing_is_prefetched_that_is_in_ram(testbed: SchedulerTestbed) -> None
     assert testbed.scheduler.queue.outcomes == {"nothing_missing": 1}
 
 
-def test_a_prefetch_that_tierd_does_not_take_is_not_counted_as_needless(
+def test_a_prefetch_that_the_client_has_no_room_for_is_sent_in_a_later_step(
     testbed: SchedulerTestbed,
 ) -> None:
     testbed.client.accepts = False
     prefetching(testbed)
+    testbed.build()
+    assert testbed.scheduler.queue.outcomes == {}
+    testbed.client.accepts = True
+    testbed.build()
+    testbed.build()
+    assert len(testbed.client.take(Prefetch)) == 1
+    assert testbed.scheduler.queue.outcomes == {"started": 1}
+
+
+def test_a_prefetch_that_tierd_does_not_take_in_its_time_is_not_counted_as_needless(
+    testbed: SchedulerTestbed,
+) -> None:
+    testbed.client.accepts = False
+    prefetching(testbed)
+    testbed.now += KEPT_SECONDS
+    testbed.build()
     assert testbed.scheduler.queue.outcomes == {"not_ready": 1}
+    testbed.client.accepts = True
+    testbed.build()
+    assert testbed.client.take(Prefetch) == []
 
 
 def test_a_prefetch_waits_for_tierd_for_a_bounded_time() -> None:

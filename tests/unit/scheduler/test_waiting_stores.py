@@ -105,14 +105,15 @@ def _with_waiting(chunks: int) -> GroupsTestbed:
     ]
     testbed.compute(request, chunks * CHUNK, tables, list(offers))
     testbed.report()
-    assert testbed.scheduler.stores.in_flight >= chunks
+    # 20 slots of each group were free.
+    assert testbed.scheduler.stores.in_flight - len(testbed.built.stores) >= chunks
     return testbed
 
 
 def test_chunks_that_wait_cost_a_step_nothing() -> None:
     """The engine's thread does the same for a step, however many of them there are."""
     lines = []
-    for chunks in (10, 200):
+    for chunks in (50, 250):
         testbed = _with_waiting(chunks)
         request = testbed.request(BLOCK, "decodes")
         testbed.ask(request)
@@ -121,4 +122,4 @@ def test_chunks_that_wait_cost_a_step_nothing() -> None:
         testbed.report()
         step = partial(testbed.compute, request, 1, tables)
         lines.append(python_lines(step))
-    assert lines[1] <= lines[0] + 20
+    assert lines[1] <= lines[0] + 5

@@ -38,7 +38,6 @@ from kvtier.tierd.wire import (
     Hello,
     Identify,
     LiveSettings,
-    LoadPinned,
     Message,
     Promoted,
     Ready,
@@ -49,7 +48,6 @@ from kvtier.tierd.wire import (
 )
 
 logger = logging.getLogger(__name__)
-MAX_PINNED_LOADS = 1024
 MAX_PRESENCE_CHANGES = 16_384
 
 
@@ -211,8 +209,6 @@ class TierdSession:
         know that the weights are those of the namespace."""
         self.stale_weights = False
         """Whether it is suspended until vLLM resets its prefix cache."""
-        self.pinned_loads: deque[tuple[int, int]] = deque(maxlen=MAX_PINNED_LOADS)
-        """(load, keys) that tierd has pinned, in the order of its answers."""
         self._identity_wanted: Identify | None = None
         """The identity since the number rose for the first time; None: as in the handshakes."""
         self._identify_unsent = False
@@ -369,8 +365,6 @@ class TierdSession:
             message = inbox.popleft()
             if isinstance(message, Promoted | Arriving):
                 yield message
-            elif isinstance(message, LoadPinned):
-                self.pinned_loads.append((message.load, message.keys))
             elif isinstance(message, Credits):
                 if self.epoch and 0 <= message.group < len(self.credits):
                     self.credits[message.group].extend(message.slots)

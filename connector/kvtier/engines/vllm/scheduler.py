@@ -214,7 +214,7 @@ class KVTierConnectorScheduler:
         """Plans stores of executed chunks and returns the workers' jobs for this step."""
         self._begin_hook()
         self._step += 1
-        self.queue.prefetch(self._adapters)
+        self.queue.advance(self._adapters)
         self.stores.begin_step()
         events = self.events
         if events is not None:
@@ -278,7 +278,6 @@ class KVTierConnectorScheduler:
         ready = self.session.ready
         metadata = StepMetadata(
             step=self._step,
-            pinned_loads=self.loads.in_flight.take_pinned(),
             idle=not output.num_scheduled_tokens,
             identity=self.weights.number,
             report_weights=self.weights.report_needed,
