@@ -107,7 +107,7 @@ def _pattern(kind: str, first: int, second: int, chunks: int, bits: int) -> list
     return [bits if number < first else 0 for number in range(chunks)]
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(
     data=st.data(),
     planner=st.sampled_from(HYBRIDS),
@@ -212,9 +212,9 @@ def test_a_lookup_makes_hardly_more_calls_for_a_long_prompt_and_none_more_for_a_
         lambda group, chunk: chunk % 2 == (group == 1) if group else False,
         lambda group, chunk: group == 1,
         lambda group, chunk: group == 2,
-        lambda group, chunk: group == 1 and 170 <= chunk < 340,
-        lambda group, chunk: group and (170 <= chunk < 340) == (group == 1),
-        lambda group, chunk: group == 2 and chunk == 511,
+        lambda group, chunk: group == 1 and 340 <= chunk < 680,
+        lambda group, chunk: group and (340 <= chunk < 680) == (group == 1),
+        lambda group, chunk: group == 2 and chunk == 1023,
     ],
     ids=[
         "every second window",
@@ -226,13 +226,12 @@ def test_a_lookup_makes_hardly_more_calls_for_a_long_prompt_and_none_more_for_a_
         "the last state",
     ],
 )
-def test_a_lookup_makes_few_calls_whatever_is_missing(
+def test_a_lookup_has_no_loop_over_chunks_whatever_is_missing(
     missing: Callable[[int, int], object],
 ) -> None:
-    """A call for each of 512 chunks would be seen."""
     testbed = SchedulerTestbed(planner=HYBRID)
-    request = testbed.request(512 * CHUNK + 1)
-    keys = request.keys(0, 512)
+    request = testbed.request(1024 * CHUNK + 1)
+    keys = request.keys(0, 1024)
     testbed.hold(
         [
             bytes([group]) + key[1:]
@@ -242,7 +241,10 @@ def test_a_lookup_makes_few_calls_whatever_is_missing(
         ],
         RAM,
     )
-    assert python_calls(lambda: testbed.ask(request)) < 450
+    lines = python_lines(lambda: testbed.ask(request))
+    # The few keys that others have displaced are searched one by one. A loop over the 3,072 objects
+    # takes several lines for each.
+    assert lines < 4 * 1024
 
 
 @pytest.mark.parametrize("planner", [None, HYBRID], ids=["one group", "three groups"])
