@@ -24,12 +24,13 @@ from collections.abc import Iterator, Sequence
 
 from kvtier.config.models import FileSystemTierDocument, Live, MemoryTierDocument, Topology
 from kvtier.store.allocator import SlotAllocator
+from kvtier.store.arc_policy import TriedArcPolicy
 from kvtier.store.context import StoreContext, StoreRuntime
 from kvtier.store.cost_model import PrefixCost
 from kvtier.store.engines import EngineRegistry
 from kvtier.store.lifetimes import Lifetimes
 from kvtier.store.lookups import LOOKUP_THREADS, TierLookups
-from kvtier.store.memory_tier import ArcPolicy, LruPolicy, ResidentObjects
+from kvtier.store.memory_tier import LruPolicy, ResidentObjects
 from kvtier.store.prefetch import Prefetches
 from kvtier.store.presence import PresenceIndex
 from kvtier.store.promotion import ObjectSources, Promotions
@@ -116,7 +117,7 @@ class TierStore:
 
         pool = self._pool = SlotPool(pool_bytes)
         index = self._index = PresenceIndex(context, tiers)
-        policy: type[LruPolicy[Entry, tuple[str, bytes]]] = ArcPolicy if arc else LruPolicy
+        policy: type[LruPolicy[Entry, tuple[str, bytes]]] = TriedArcPolicy if arc else LruPolicy
         awaited = AwaitedKeys()
         resident = self._resident = ResidentObjects(
             context,

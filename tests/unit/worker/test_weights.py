@@ -383,3 +383,16 @@ def test_installing_twice_wraps_once(monkeypatch: pytest.MonkeyPatch) -> None:
     wrapped = WorkerBase.__init__, utils.record_metadata_for_reloading
     weights.install()
     assert (WorkerBase.__init__, utils.record_metadata_for_reloading) == wrapped
+
+
+def test_a_device_that_does_not_answer_leaves_the_weights_unknown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    digests = tensor_digests.TensorDigests(hash_on_host=False)
+    digests.add("a", torch.ones(8))
+    digests.start()
+    digests._events = [SimpleNamespace(query=lambda: False)]
+    monkeypatch.setattr(tensor_digests, "DEVICE_SECONDS", 0.01)
+    found = weights.PendingFingerprint(None, SimpleNamespace(digests=digests, consumed={})).result()  # type: ignore[arg-type]
+    assert found.text == ""
+    assert "the device did not answer within 0.01 s" in found.reason
