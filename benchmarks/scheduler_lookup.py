@@ -3,12 +3,13 @@
 The whole hook is timed, ``get_num_new_matched_tokens`` behind the connector's guard: computing
 the keys, looking them up and deciding, without any other process. Each request is asked about
 once, and then again, as vLLM does in every step in which it cannot admit the request. The ratio
-is the worst median of a first lookup divided by the target. Times are of the thread's CPU, which
-other processes do not change; the wall time is beside them.
+is the worst median of a first lookup divided by the target, and the case is named. Times are of
+the thread's CPU, which other processes do not change; the wall time is beside them.
 
 With ``--groups 3`` the model has a group of full attention, a sliding window and a linear state,
-and a prefix is usable if every group has what it needs. Of the other keys in the replica
-``--in-ram`` are in RAM and the rest in a file tier.
+and a prefix is usable if every group has what it needs. Further cases lack objects so that many are
+looked up before that is known, or none is usable. Of the other keys in the replica ``--in-ram`` are
+in RAM and the rest in a file tier.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -63,6 +65,8 @@ RAM, DISK = 1, 2
 DELTA_KEYS = 4096
 
 
+Objects = Callable[[int, int], int]
+"""The presence bits of an object, by group and chunk."""
 Elapsed = tuple[float, float]
 """CPU seconds of the thread, and seconds."""
 
@@ -199,18 +203,23 @@ class Bench:
                 piece = []
         self._add(piece)
 
-    def request(self, present: float, bits: int = RAM, holes: dict[int, int] | None = None) -> Any:
+    def request(self, present: float, bits: int = RAM, objects: Objects | None = None) -> Any:
         """A new request of which this share of chunks is present, from the first on.
 
-        ``holes``: of this group only every n-th chunk is present; 0: none is.
+        ``objects``: the bits of each object; None: all have ``bits``.
         """
         request = _Request(f"r{next(self._numbers)}", self.tokens, self.block)
         stride = self.planner.hashes_per_chunk
         hashes = request.block_hashes[stride - 1 :: stride]
         held = hashes[: int(len(hashes) * present)]
+        by_bits: dict[int, list[bytes]] = {}
         for group in range(len(self.planner.groups)):
-            nth = (holes or {}).get(group, 1)
-            self.hold((bytes([group]) + each for each in (held[::nth] if nth else ())), bits)
+            for chunk, each in enumerate(held):
+                of_object = bits if objects is None else objects(group, chunk)
+                by_bits.setdefault(of_object, []).append(bytes([group]) + each)
+        by_bits.pop(0, None)
+        for of_object, keys in by_bits.items():
+            self.hold(keys, of_object)
         return request
 
     def ask(self, request: Any, computed: int = 0) -> int | None:
@@ -222,30 +231,25 @@ class Bench:
         request.status = SimpleNamespace(name="FINISHED_ABORTED")
         self.scheduler.request_finished(request, [[] for _ in self.planner.groups])
 
-    def first(self, present: float, bits: int, rounds: int, expected: int | None) -> list[Elapsed]:
+    def first(
+        self,
+        rounds: int,
+        expected: int | None,
+        present: float = 1.0,
+        bits: int = RAM,
+        objects: Objects | None = None,
+    ) -> list[Elapsed]:
         """Seconds of first questions."""
         took = []
         for _ in range(rounds):
-            request = self.request(present, bits)
+            request = self.request(present, bits, objects)
             started = _Timer()
             answer = self.ask(request)
             took.append(started.elapsed())
             if answer != expected:
                 raise SystemExit(f"answered {answer} instead of {expected}")
             self.forget(request)
-        return took
-
-    def unusable(self, rounds: int, bits: int, holes: dict[int, int]) -> list[Elapsed]:
-        """Seconds of first questions where a group lacks so much that no prefix is usable."""
-        took = []
-        for _ in range(rounds):
-            request = self.request(1.0, bits, holes)
-            started = _Timer()
-            answer = self.ask(request)
-            took.append(started.elapsed())
-            if answer != 0:
-                raise SystemExit(f"answered {answer} instead of 0")
-            self.forget(request)
+            self.client.sent.clear()
         return took
 
     def again(self, present: float, bits: int, rounds: int) -> list[Elapsed]:
@@ -278,6 +282,49 @@ class Bench:
         return took
 
 
+def partial_prompts(planner: Planner, chunks: int) -> list[tuple[str, Objects, int | None]]:
+    """Prompts of three groups of which objects are missing: name, the bits of each object by group
+    and chunk, and the answer."""
+    third, last = chunks // 3, chunks - 2
+    # The last chunk of a prompt is always computed, so the one before is the last that counts.
+    whole, all_but_last = planner.tokens(chunks - 1), planner.tokens(chunks - 2)
+
+    def without(group: int, missing: Callable[[int], bool], bits: int = RAM) -> Objects:
+        return lambda of, chunk: 0 if of == group and missing(chunk) else bits
+
+    def each(_chunk: int) -> bool:
+        return True
+
+    def odd(chunk: int) -> bool:
+        return chunk % 2 == 1
+
+    def middle(chunk: int) -> bool:
+        return third <= chunk < 2 * third
+
+    def alternating(group: int, chunk: int) -> int:
+        return RAM if group == 0 or (group == 1) != odd(chunk) else 0
+
+    def apart(group: int, chunk: int) -> int:
+        return RAM if group == 0 or (group == 2) == middle(chunk) else 0
+
+    return [
+        ("no full attention, rest in RAM", without(0, each), 0),
+        ("no window, rest in RAM", without(1, each), 0),
+        ("no window, rest in files", without(1, each, DISK), 0),
+        ("no state, rest in RAM", without(2, each), 0),
+        ("no state, rest in files", without(2, each, DISK), 0),
+        ("last full attention missing", without(0, last.__eq__), all_but_last),
+        ("last window missing", without(1, last.__eq__), all_but_last),
+        ("last state missing", without(2, last.__eq__), all_but_last),
+        ("windows of the middle missing", without(1, middle), whole),
+        ("every second window missing, rest in RAM", without(1, odd), 0),
+        ("every second window missing, rest in files", without(1, odd, DISK), 0),
+        ("every second window, and every other state", alternating, 0),
+        ("states of the middle, and windows of the rest", apart, 0),
+        ("states in files, rest in RAM", lambda group, _: DISK if group == 2 else RAM, None),
+    ]
+
+
 def main() -> None:
     """Runs the benchmark."""
 
@@ -296,41 +343,37 @@ def main() -> None:
     progress(f"filling a replica with {given.keys} keys")
     bench = Bench(given.tokens, given.chunk, given.block, given.keys, given.groups, given.in_ram)
     whole = bench.planner.tokens(bench.planner.max_hit_chunks(given.tokens))
-    half = int(given.tokens // given.chunk * 0.5) * given.chunk
+    chunks = bench.planner.chunks(given.tokens)
+    half, rounds = bench.planner.tokens(chunks // 2), given.rounds
     cases: list[tuple[str, bool, Callable[[], list[Elapsed]]]] = [
-        ("all in RAM", True, lambda: bench.first(1.0, RAM, given.rounds, whole)),
-        ("half in RAM", True, lambda: bench.first(0.5, RAM, given.rounds, half)),
-        ("half in a file tier", True, lambda: bench.first(0.5, DISK, given.rounds, None)),
-        ("none", True, lambda: bench.first(0.0, RAM, given.rounds, 0)),
+        ("all in RAM", True, lambda: bench.first(rounds, whole)),
+        ("half in RAM", True, lambda: bench.first(rounds, half, 0.5)),
+        ("half in a file tier", True, lambda: bench.first(rounds, None, 0.5, DISK)),
+        ("none", True, lambda: bench.first(rounds, 0, 0.0)),
         (
             "all in a file tier (asks for promotion)",
             True,
-            lambda: bench.first(1.0, DISK, given.rounds, None),
+            lambda: bench.first(rounds, None, 1, DISK),
         ),
-        ("again, all in RAM", False, lambda: bench.again(1.0, RAM, given.rounds)),
-        ("again, none", False, lambda: bench.again(0.0, RAM, given.rounds)),
-        ("again, while it waits", False, lambda: bench.again(1.0, DISK, given.rounds)),
-        ("after a promotion", False, lambda: bench.promoted(given.rounds)),
+        ("again, all in RAM", False, lambda: bench.again(1.0, RAM, rounds)),
+        ("again, none", False, lambda: bench.again(0.0, RAM, rounds)),
+        ("again, while it waits", False, lambda: bench.again(1.0, DISK, rounds)),
+        ("after a promotion", False, lambda: bench.promoted(rounds)),
     ]
     if given.groups > 1:
         cases += [
-            ("no state, rest in RAM", True, lambda: bench.unusable(given.rounds, RAM, {2: 0})),
-            ("no state, rest in files", True, lambda: bench.unusable(given.rounds, DISK, {2: 0})),
-            (
-                "half of each window in files",
-                True,
-                lambda: bench.unusable(given.rounds, DISK, {1: 2}),
-            ),
+            (name, True, partial(bench.first, rounds, answer, objects=objects))
+            for name, objects, answer in partial_prompts(bench.planner, chunks)
         ]
     target = TARGET_SECONDS[given.groups]
-    rows, worst = [], 0.0
+    rows, worst, slowest = [], 0.0, ""
     for name, judged, measure in cases:
         progress(name)
         measured = measure()
         took = sorted(cpu for cpu, _ in measured)
         median, wall = statistics.median(took), statistics.median(wall for _, wall in measured)
-        if judged:
-            worst = max(worst, median)
+        if judged and median > worst:
+            worst, slowest = median, name
         rows.append(
             (
                 name,
@@ -348,7 +391,8 @@ def main() -> None:
         ("case", "median CPU us", "99 % CPU us", "worst CPU us", "median wall us"),
         rows,
         worst / target,
-        f"worst median of a first lookup / {target * 1e3:g} ms; the target is 1 or less",
+        f"worst median of a first lookup, {slowest!r}, / {target * 1e3:g} ms; "
+        "the target is 1 or less",
     )
 
 

@@ -3,9 +3,11 @@
 All hooks of one step are timed, ``build_connector_meta``, ``update_connector_output``,
 ``has_pending_push_work`` and the collection of statistics, on the scheduler side and without any
 other process. Where chunks are stored, tierd grants slots at once and the workers report the copies
-with the next step; where no slot is free, every request has chunks that wait for one. The ratio is
-the worst median divided by the target. Times are of the thread's CPU, which other processes do not
-change; the wall time is beside them.
+with the next step; where no slot is free, every request has chunks that wait for one. With
+``--groups 3`` there are a window and a linear state as well, and the engine offers the state of
+each chunk that a step completes. The ratio is the worst median divided by the target, and the case
+is named. Times are of the thread's CPU, which other processes do not change; the wall time is
+beside them.
 """
 
 from __future__ import annotations
@@ -130,6 +132,16 @@ class _Steps:
                 self.slot += missing
                 self.session.receive(Credits(group=group, slots=slots))
 
+    def _offers(self, scheduled: dict[str, int]) -> dict[str, list[tuple[int, int, int]]]:
+        """vLLM offers the state at the end of each chunk that the step completes."""
+        offers: dict[str, list[tuple[int, int, int]]] = {}
+        for request in self.requests if self.groups > 1 else ():
+            computed = request.num_computed_tokens
+            end = (computed + scheduled[request.request_id]) // self.chunk * self.chunk
+            if end > computed:
+                offers[request.request_id] = [(2, end // self.chunk, end)]
+        return offers
+
     def _output(self, scheduled: dict[str, int]) -> Any:
         return SimpleNamespace(
             scheduled_new_reqs=[],
@@ -139,7 +151,7 @@ class _Steps:
             num_scheduled_tokens=scheduled,
             preempted_req_ids=set(),
             kv_connector_block_state=SimpleNamespace(
-                get_block_ids=self.tables.get, boundary_state_offloads={}
+                get_block_ids=self.tables.get, boundary_state_offloads=self._offers(scheduled)
             ),
         )
 
@@ -215,7 +227,7 @@ def main() -> None:
         parser.add_argument("--steps", type=int, default=600, help="steps of each case")
 
     given = options(__doc__.splitlines()[0], more)
-    rows, worst = [], 0.0
+    rows, worst, slowest = [], 0.0, ""
     for case in CASES:
         progress(case.name)
         steps = _Steps(given, case)
@@ -224,7 +236,8 @@ def main() -> None:
         cpu = sorted(each for each, _ in measured)
         wall = statistics.median(each for _, each in measured)
         median = statistics.median(cpu)
-        worst = max(worst, median)
+        if median > worst:
+            worst, slowest = median, case.name
         high = cpu[int(len(cpu) * 0.99)]
         rows.append((case.name, f"{median * 1e6:.0f}", f"{high * 1e6:.0f}", f"{wall * 1e6:.0f}"))
     progress("")
@@ -235,7 +248,7 @@ def main() -> None:
         ("case", "median CPU us", "99 % CPU us", "median wall us"),
         rows,
         worst / TARGET_SECONDS,
-        f"worst median / {TARGET_SECONDS * 1e3:g} ms; the target is 1 or less",
+        f"worst median, {slowest!r}, / {TARGET_SECONDS * 1e3:g} ms; the target is 1 or less",
     )
 
 

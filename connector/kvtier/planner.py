@@ -27,7 +27,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import repeat
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvtier.errors import KVTierError
 
@@ -35,10 +38,14 @@ MAX_CHUNK_TOKENS = 1 << 20
 """Above any context length in use. The common multiple of odd block sizes can be very large."""
 
 
-FIRST_BATCH = 16
-"""Chunks that are looked up together; each further batch has four times as many, up
-to ``LARGEST_BATCH``. Most prompts are not held at all, which the first batch tells."""
-LARGEST_BATCH = 1_024
+FIRST_BATCH = 64
+"""Chunks that are looked up together first. Most prompts are not held at all, which this tells."""
+FURTHER_BATCH = 1_024
+"""Chunks that are looked up together next."""
+
+
+Numbers = NDArray[np.int64]
+_Tokens = TypeVar("_Tokens", int, Numbers)
 
 
 class UnsupportedGeometryError(KVTierError):
@@ -78,19 +85,22 @@ class KVCacheGroup:
             f"{self.block_tokens} tokens{window}"
         )
 
-    def first_needed_block(self, end_tokens: int) -> int:
-        """The first block that a prefix of ``end_tokens`` tokens, a block boundary, needs.
+    def first_needed_block(self, end_tokens: _Tokens) -> _Tokens:
+        """The first block that a prefix of ``end_tokens`` tokens, a block boundary, needs. Of an
+        array of prefixes, that of each.
 
-        The engine allocates no block before it, so nothing may be copied there.
+        The engine allocates no block before it, so nothing may be copied there. It does not move
+        back when a prefix grows.
         """
         block, window = self.block_tokens, self.window_tokens
         if self.kind is GroupKind.SLIDING:
-            return max(0, end_tokens - window + 1) // block
+            before = end_tokens - window + 1
+            return before * (before > 0) // block
         if self.kind is GroupKind.CHUNKED:
             return end_tokens // window * window // block
         if self.kind is GroupKind.STATE:
-            return max(0, end_tokens // block - 1)
-        return 0
+            return end_tokens // block - (end_tokens >= block)
+        return 0 * end_tokens
 
 
 class ChunkPresence(Protocol):
@@ -101,9 +111,8 @@ class ChunkPresence(Protocol):
         one before ``end``."""
         ...
 
-    def held(self, group: int, begin: int, end: int) -> Sequence[object]:
-        """Of each chunk from ``begin`` to before ``end``: a true value if a group has its object,
-        else a false one."""
+    def held(self, group: int, begin: int, end: int) -> NDArray[np.bool_]:
+        """Of each chunk from ``begin`` to before ``end``: whether a group has its object."""
         ...
 
 
@@ -379,81 +388,46 @@ class Planner:
         """Chunks of the longest usable prefix of at most ``max_chunks`` chunks; 0 if none is longer
         than ``start_tokens``, which are computed.
 
-        O(number of chunks), and of a group that is not full attention only what decides is looked
-        up.
+        O(number of chunks), in batches, whatever is missing. Of groups that are not full attention
+        what is needed for the longest prefixes is looked up first, and nothing for prefixes that
+        another group excludes, except for those between two others of a batch.
         """
         first, end = self.chunks(start_tokens), max_chunks
-        scans: list[_GroupScan] = []
+        others = []
         for number, group in enumerate(self.groups):
             if group.kind is not GroupKind.FULL:
-                scans.append(_GroupScan(self, number, start_tokens, presence))
+                others.append(number)
             elif end > first:
                 end = presence.first_missing(number, first, end)
         # A state is one lookup, a window is many.
-        scans.sort(key=lambda scan: scan.group.kind is not GroupKind.STATE)
-        before = -1
-        while end > first and end != before:
-            before = end
-            for scan in scans:
-                end = scan.longest(end)
-        return end if end > first else 0
-
-
-class _GroupScan:
-    """Looks for what prefixes need of one group that is not full attention, from the last chunk on
-    backwards. Each object is looked at once."""
-
-    def __init__(
-        self, planner: Planner, number: int, start_tokens: int, presence: ChunkPresence
-    ) -> None:
-        self.group = planner.groups[number]
-        self._number = number
-        self._start_tokens = start_tokens
-        self._size = planner.chunk_tokens
-        self._presence = presence
-        self._first = start_tokens // planner.chunk_tokens
-        self._complete: int | None = None
-        """Every chunk from here on is there, up to the end of the last call."""
-        self._low = 0
-        self._held: Sequence[object] = ()
-        """Of the chunks from ``_low`` on."""
-        self._batch = FIRST_BATCH
-
-    def longest(self, end: int) -> int:
-        """Chunks of the longest prefix of at most ``end`` chunks for which the group has what it
-        needs; not above the first chunk if there is none. ``end`` does not grow from call to
-        call."""
-        first, has = self._first, self._has
-        complete = end if self._complete is None else min(self._complete, end)
+        others.sort(key=lambda number: self.groups[number].kind is not GroupKind.STATE)
+        size = FIRST_BATCH
         while end > first:
-            begin = self._begin(end)
-            while complete > begin and has(complete - 1):
-                complete -= 1
-            if complete <= begin:
-                break
-            # A prefix that needs less ends before the missing chunk: the first block that a prefix
-            # needs does not move back when the prefix grows.
-            end = complete = complete - 1
-            if self.group.kind is not GroupKind.CHUNKED:
-                while end > first and not has(end - 1):
-                    end = complete = end - 1
-        self._complete = complete
-        return end
+            begin = max(first, end - size)
+            ends: Numbers = np.arange(begin + 1, end + 1)
+            for number in others:
+                ends = self._usable_ends(number, start_tokens, ends, presence)
+                if not ends.size:
+                    break
+            else:
+                return int(ends[-1])
+            end = begin
+            size = FURTHER_BATCH
+        return 0
 
-    def _begin(self, end: int) -> int:
-        """The first chunk that a prefix of ``end`` chunks needs of the group."""
-        group, size = self.group, self._size
-        needed = group.first_needed_block(end * size) * group.block_tokens
-        return max(self._start_tokens, needed) // size
-
-    def _has(self, chunk: int) -> object:
-        at = chunk - self._low
-        if not 0 <= at < len(self._held):
-            self._low = max(self._first, chunk + 1 - self._batch)
-            self._held = self._presence.held(self._number, self._low, chunk + 1)
-            self._batch = min(4 * self._batch, LARGEST_BATCH)
-            at = chunk - self._low
-        return self._held[at]
+    def _usable_ends(
+        self, number: int, start_tokens: int, ends: Numbers, presence: ChunkPresence
+    ) -> Numbers:
+        """Those of ``ends``, chunks of prefixes, in order, for which a group has what it needs."""
+        group, size = self.groups[number], self.chunk_tokens
+        needed = group.first_needed_block(ends * size) * group.block_tokens
+        begins = np.maximum(needed, start_tokens) // size
+        low = int(begins[0])
+        missing = np.zeros(int(ends[-1]) - low + 1, np.int64)
+        """Before each chunk from ``low`` on, how many."""
+        np.cumsum(~presence.held(number, low, int(ends[-1])), out=missing[1:])
+        usable: Numbers = ends[missing[ends - low] == missing[begins - low]]
+        return usable
 
 
 class Frontier:

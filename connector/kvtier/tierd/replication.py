@@ -6,18 +6,18 @@ once. An eviction notice follows every earlier change. A snapshot is sent a few 
 iteration, each of which tells the state of its moment; the changes since its start follow it.
 
 The scheduler's ``Replica`` applies the messages to what it uses as a hint. ``apply`` is called by
-one thread, or by threads that the caller synchronizes. Another one may call ``get``, ``get_many``
-and ``location`` meanwhile. Every chunk of every prompt is looked up, so ``get_many`` takes a
-fraction of a microsecond for a key.
+one thread, or by threads that the caller synchronizes. Another one may call ``get``,
+``get_hashed`` and ``location`` meanwhile. Every chunk of every prompt is looked up, so
+``get_hashed`` takes a fraction of a microsecond for a key.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
-from kvtier.presence_table import PresenceTable
+from kvtier.presence_table import PresenceTable, Words
 from kvtier.store.types import MEMORY_BIT, RAM_BITS
 from kvtier.tierd.wire import Delta, EvictionAck, EvictionNotice, Message, Usable
 
@@ -300,9 +300,12 @@ class Replica:
         """Bits of the usable tiers that hold ``key``; 0: none known."""
         return self._table.get(key) & self.usable_bits
 
-    def get_many(self, keys: Sequence[bytes]) -> list[int]:
-        """Bits of all tiers that hold each key, usable or not."""
-        return self._table.get_many(keys)
+    def get_hashed(self, group: int, hashes: Words) -> Words:
+        """Bits of all tiers that hold each key of one group, usable or not.
+
+        ``hashes``: ``presence_table.hash_many`` of the keys without their group.
+        """
+        return self._table.get_hashed(group, hashes)
 
     def location(self, key: bytes) -> int:
         """Slot and generation of ``key`` (``generations.pack_location``); 0: not in RAM."""

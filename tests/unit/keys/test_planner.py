@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from kvtier.planner import (
     GroupKind,
@@ -146,8 +148,9 @@ class _Without:
         chunks = range(begin, end)
         return next((chunk for chunk in chunks if (group, chunk) in self._missing), end)
 
-    def held(self, group: int, begin: int, end: int) -> list[bool]:
-        return [(group, chunk) not in self._missing for chunk in range(begin, end)]
+    def held(self, group: int, begin: int, end: int) -> NDArray[np.bool_]:
+        held = [(group, chunk) not in self._missing for chunk in range(begin, end)]
+        return np.array(held, np.bool_)
 
 
 @given(data=st.data(), planner=_hybrids(), start=st.integers(0, 6), most=st.integers(0, 10))

@@ -100,7 +100,7 @@ def test_repeated_lookups_use_the_cached_match(
     request = testbed.request(300)
     testbed.hold(request.keys(0, 4))
     first = testbed.ask(request)
-    monkeypatch.setattr(Replica, "get_many", None)
+    monkeypatch.setattr(Replica, "get_hashed", None)
     assert [testbed.ask(request) for _ in range(50)] == [first] * 50
 
 

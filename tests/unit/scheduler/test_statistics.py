@@ -247,7 +247,7 @@ SOURCES = {
     "_reject": ("rejected_hints", 1),
     "_count_query": ("decisions", 1),
     "_drop": ("dropped_stores", 1),
-    "_drop_held": ("dropped_stores", 1),
+    "_drop_waiting": ("dropped_stores", 1),
     "_drop_planned": ("dropped_stores", 0),
     "_guarded": ("errors", 0),
     "guarded": ("errors", 0),

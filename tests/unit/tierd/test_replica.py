@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from kvtier.presence_table import hash_many
 from kvtier.tierd.replication import Replica
 from kvtier.tierd.wire import Delta, EvictionAck, EvictionNotice, Usable
 
@@ -108,8 +109,11 @@ def test_many_keys_are_looked_up_at_once() -> None:
     added = placed((key, held) for key, held in zip(names, bits, strict=True) if held)
     replica.apply(Delta(sequence=1, snapshot=True, added=added))
     for some in (names, names[1::4], names[::4], [b"short", *names], names[:3], []):
-        assert replica.get_many(some) == [replica.get(key) for key in some]
-    assert replica.get_many(names) == bits
+        for group in {key[0] for key in some}:
+            each = [key for key in some if key[0] == group]
+            found = replica.get_hashed(group, hash_many([key[1:] for key in each]))
+            assert found.tolist() == [replica.get(key) for key in each]
+    assert [replica.get(key) for key in names] == bits
 
 
 def test_objects_only_in_unusable_tiers_are_absent_until_the_tiers_are_usable() -> None:

@@ -7,18 +7,20 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import TYPE_CHECKING
 
+import numpy as np
 from blake3 import blake3
 
 from kvtier import keys
 from kvtier.engines.common.hints import NO_HINTS, RequestHints
 from kvtier.engines.common.lora import AdapterDigests
 from kvtier.planner import Frontier, Part
+from kvtier.presence_table import Words, hash_many
 from kvtier.store.types import RAM_BITS
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-_KEY_PREFIX = keys.group_prefix(0)
+_NOTHING_HASHED: Words = np.empty(0, np.int64)
 ALL_TIERS = -1
 """Every presence bit."""
 
@@ -76,8 +78,8 @@ class RequestState:
     __slots__ = (
         "_adapter_digest",
         "_group_keys",
+        "_hashed",
         "_hashes",
-        "_keys",
         "block_ids",
         "cached_match",
         "computed_tokens",
@@ -141,8 +143,9 @@ class RequestState:
         """The block tables by group, tracked only where vLLM does not pass them with the
         scheduler's output."""
         self._adapter_digest: bytes | None = None
-        self._keys: list[bytes] = []
         self._hashes: list[bytes] = []
+        self._hashed = _NOTHING_HASHED
+        """For the replica, of the first chunks."""
         self._group_keys: dict[int, list[bytes]] = {}
 
     @property
@@ -177,47 +180,62 @@ class RequestState:
         allowed = self.tier_bits
         return bits if bits & allowed and (bits & RAM_BITS or bits & -bits & allowed) else 0
 
-    def keys(self, hashes_per_chunk: int) -> list[bytes]:
-        """Returns the keys of the chunks that vLLM has hashed, in prefix order, of group 0.
+    def visible_many(self, bits: Words) -> Words:
+        """``visible`` of each."""
+        allowed = self.tier_bits
+        if allowed == ALL_TIERS:
+            return bits
+        first = np.where(bits & RAM_BITS, allowed, bits & -bits)
+        return np.where((bits & allowed != 0) & (first & allowed != 0), bits, 0)
+
+    def hashes(self, hashes_per_chunk: int) -> list[bytes]:
+        """Returns the keys of the chunks that vLLM has hashed, in prefix order, without a group.
 
         The list grows with the request.
         """
-        hashes = self.request.block_hashes
-        chunks = len(hashes) // hashes_per_chunk
-        known = len(self._keys)
-        if known == chunks:
-            return self._keys
-        if known > chunks:
+        hashes, known = self.request.block_hashes, self._hashes
+        chunks, first = len(hashes) // hashes_per_chunk, len(known)
+        if first == chunks:
+            return known
+        if first > chunks:
             # A streaming session dropped tokens that it had hashed.
-            del self._keys[chunks:]
-            del self._hashes[chunks:]
+            del known[chunks:]
+            self._hashed = self._hashed[:chunks]
             for of_group in self._group_keys.values():
                 del of_group[chunks:]
-            return self._keys
+            return known
         end = chunks * hashes_per_chunk
-        fresh = hashes[(known + 1) * hashes_per_chunk - 1 : end : hashes_per_chunk]
+        fresh = hashes[(first + 1) * hashes_per_chunk - 1 : end : hashes_per_chunk]
         adapter = self._adapter_digest
         if adapter is not None:
             fresh = [blake3(block_hash + adapter).digest() for block_hash in fresh]
-        self._hashes += fresh
-        self._keys += [_KEY_PREFIX + block_hash for block_hash in fresh]
-        return self._keys
-
-    def group_keys(self, group: int, hashes_per_chunk: int) -> list[bytes]:
-        """Returns the keys of the chunks that vLLM has hashed, in prefix order, of one group."""
-        first = self.keys(hashes_per_chunk)
-        if not group:
-            return first
-        known = self._group_keys.setdefault(group, [])
-        if len(known) < len(first):
-            prefix = keys.group_prefix(group)
-            known += [prefix + block_hash for block_hash in self._hashes[len(known) :]]
+        known += fresh
         return known
 
-    def hashes(self, hashes_per_chunk: int) -> list[bytes]:
-        """Returns the keys of the chunks that vLLM has hashed, in prefix order, without a group."""
-        self.keys(hashes_per_chunk)
-        return self._hashes
+    def hashed(self, begin: int, end: int) -> Words:
+        """Returns ``hash_many`` of the keys from ``begin`` to before ``end``, of which ``hashes``
+        has told."""
+        known = self._hashed
+        if len(known) < end:
+            fresh = hash_many(self._hashes[len(known) : end])
+            known = self._hashed = np.concatenate((known, fresh))
+        return known[begin:end]
+
+    def keys(self, hashes_per_chunk: int) -> list[bytes]:
+        """Returns the keys of the chunks that vLLM has hashed, in prefix order, of group 0."""
+        return self.group_keys(0, hashes_per_chunk)
+
+    def group_keys(self, group: int, hashes_per_chunk: int) -> list[bytes]:
+        """Returns the keys of the chunks that vLLM has hashed, in prefix order, of one group.
+
+        The list grows with the request.
+        """
+        hashes = self.hashes(hashes_per_chunk)
+        known = self._group_keys.setdefault(group, [])
+        if len(known) < len(hashes):
+            prefix = keys.group_prefix(group)
+            known += [prefix + block_hash for block_hash in hashes[len(known) :]]
+        return known
 
     def wire_keys(self, first_chunk: int, count: int) -> tuple[tuple[int, bytes], ...]:
         """Returns the keys of ``count`` chunks of group 0 as (group, hash), the form that messages

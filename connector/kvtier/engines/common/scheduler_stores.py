@@ -21,7 +21,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count, groupby
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -29,6 +29,7 @@ from kvtier.engines.common.hints import NO_HINTS
 from kvtier.engines.common.jobs import BlockRun, StoreJob
 from kvtier.engines.common.request_state import RequestState
 from kvtier.engines.common.tierd_session import TierdSession
+from kvtier.engines.common.waiting_stores import ChunkBlocks, WaitingStores
 from kvtier.planner import GroupKind, Planner
 from kvtier.store.types import NO_OWNER, RAM_BITS, Owner, wider
 from kvtier.tierd.wire import Keep, Reserve
@@ -38,10 +39,6 @@ MAX_CACHE_FRACTION = 4
 requests."""
 MAX_CHUNKS_VISITED_PER_STEP = 4_096
 """Over all requests; takes about half a millisecond."""
-HELD_STEPS = 2
-HELD_SECONDS = 0.1
-"""How long chunks of finished requests wait for a slot: at least this many steps and this long.
-Steps of an idle engine take a tenth of a millisecond, an eviction up to 100 ms."""
 RECENTLY_COMMITTED_SECONDS = 0.5
 """A committed key counts as present until tierd's delta arrives, so that it is not stored twice."""
 PROGRESS_TIMEOUT_SECONDS = 10.0
@@ -80,30 +77,7 @@ class OpenStore:
     """Its blocks were given back before the copy was seen done, so it is not delivered."""
 
 
-@dataclass(frozen=True, slots=True)
-class _ChunkBlocks:
-    """What one object is copied from. ``previous``: key of the chunk before it if the object is of
-    no use without that, else empty."""
-
-    group: int
-    key: bytes
-    previous: bytes
-    state: RequestState
-    ids: tuple[int, ...]
-    blocks: list[Any]
-
-
-@dataclass(slots=True)
-class _HeldChunk:
-    """A chunk that waits for a slot. Its blocks are referenced."""
-
-    chunk: _ChunkBlocks
-    until: float
-    steps_left: int = HELD_STEPS
-
-
-@dataclass(frozen=True, slots=True)
-class _Reference:
+class _Reference(NamedTuple):
     """Blocks that the step being built computes, or has computed, which are referenced until it is
     known to be executed. ``generation``: of the request's frontier."""
 
@@ -137,7 +111,7 @@ class SchedulerStores:
         self._ids = count(1)
         self._planned: list[OpenStore] = []
         """For the next step's metadata."""
-        self._held: deque[_HeldChunk] = deque()
+        self._waiting = WaitingStores(len(planner.groups))
         self._open: dict[int, OpenStore] = {}
         """Sent to the workers."""
         self._keys: set[bytes] = set()
@@ -177,7 +151,7 @@ class SchedulerStores:
         now = self._clock()
         while self._recently_committed and self._recently_committed[0][0] <= now:
             self._keys.discard(self._recently_committed.popleft()[1])
-        self._plan_held(now)
+        self._plan_waiting(now)
         self._blocked = bool(self._store_blocked_reason())
 
     def can_plan(self) -> bool:
@@ -224,7 +198,7 @@ class SchedulerStores:
         frontier = state.frontier
         if frontier.next_chunk >= storable_chunks:
             return
-        blocked_reason = self._store_blocked_reason(state)
+        blocked = blocked_reason = self._store_blocked_reason(state)
         # The frontier stays, so that a limit that is lowered has its effect on running requests.
         if blocked_reason and not finished:
             return
@@ -259,7 +233,8 @@ class SchedulerStores:
                 if not reason and not finished and not self._session.credits[group]:
                     return
                 if not reason:
-                    self._store(_ChunkBlocks(group, key, previous, state, ids, self._touch(ids)))
+                    chunk_blocks = ChunkBlocks(group, key, previous, state, ids, self._touch(ids))
+                    self._store(chunk_blocks, bool(blocked))
                 elif not finished and reason != "blocks_gone":
                     return
                 else:
@@ -306,6 +281,9 @@ class SchedulerStores:
 
         ``storable``: of how many chunks of a request the content is final.
         """
+        if not self._references or self._references[0][0] > step:
+            return
+        blocked = bool(self._store_blocked_reason())
         while self._references and self._references[0][0] <= step:
             _, found = self._references.popleft()
             state, chunk = found.state, found.chunk
@@ -323,14 +301,15 @@ class SchedulerStores:
                     self._free(found.blocks)
             if stale:
                 continue
-            self._store(_ChunkBlocks(found.group, keys[chunk], b"", state, found.ids, found.blocks))
+            group, ids, blocks = found.group, found.ids, found.blocks
+            self._store(ChunkBlocks(group, keys[chunk], b"", state, ids, blocks), blocked)
 
     def _drop_references(self) -> None:
         references, self._references = self._references, deque()
         for _, found in references:
             self._free(found.blocks)
 
-    def _limit(self, chunk: _ChunkBlocks) -> None:
+    def _limit(self, chunk: ChunkBlocks) -> None:
         """Remembers the tiers that a chunk may be stored in, if its request limits them."""
         if chunk.state.hints is NO_HINTS:
             return
@@ -408,16 +387,15 @@ class SchedulerStores:
             return "short_prompt"
         return ""
 
-    def _store(self, chunk: _ChunkBlocks) -> None:
+    def _store(self, chunk: ChunkBlocks, blocked: bool) -> None:
         """Plans the store of a chunk whose blocks are referenced, or holds it until there is a
-        slot."""
+        slot, and nothing is ``blocked`` as a whole."""
         taken = False
         try:
-            planned = self._session.credits[chunk.group] and not self._store_blocked_reason()
-            if planned:
+            if self._session.credits[chunk.group] and not blocked:
                 self._add_planned(chunk)
             else:
-                self._held.append(_HeldChunk(chunk, self._clock() + HELD_SECONDS))
+                self._waiting.add(chunk, self._clock())
             taken = True
         finally:
             # If this raises, the blocks go back. The hook that called counts and logs it.
@@ -427,7 +405,7 @@ class SchedulerStores:
         self._keys.add(chunk.key)
         self._limit(chunk)
 
-    def _add_planned(self, chunk: _ChunkBlocks) -> None:
+    def _add_planned(self, chunk: ChunkBlocks) -> None:
         """Takes a slot for a chunk whose blocks are referenced. There must be a credit."""
         slot = self._session.credits[chunk.group].popleft()
         run = BlockRun(chunk.group, 0, chunk.ids)
@@ -441,32 +419,28 @@ class SchedulerStores:
 
     # Chunks that wait for a slot.
 
-    def _plan_held(self, now: float) -> None:
-        """Stores held chunks for which there is a slot now, and drops those that waited too
+    def _plan_waiting(self, now: float) -> None:
+        """Stores chunks that wait, as far as there are slots now, and drops those that waited too
         long."""
-        if not self._held:
+        waiting = self._waiting
+        waiting.begin_step()
+        if not waiting:
             return
         blocked = self._store_blocked_reason()
         if not blocked:
-            waiting, self._held = self._held, deque()
-            for held in waiting:
-                if self._session.credits[held.chunk.group]:
-                    self._add_planned(held.chunk)
-                else:
-                    self._held.append(held)
-        for held in self._held:
-            held.steps_left -= 1
-        while self._held and self._held[0].steps_left < 0 and self._held[0].until <= now:
-            self._drop_held(self._held.popleft(), blocked or "no_credit")
+            for chunk in waiting.with_slots(self._session.credits):
+                self._add_planned(chunk)
+        for chunk in waiting.take_given_up(now):
+            self._drop_waiting(chunk, blocked or "no_credit")
 
-    def _drop_held(self, held: _HeldChunk, reason: str) -> None:
-        self._release(held.chunk)
-        self._keys.discard(held.chunk.key)
+    def _drop_waiting(self, chunk: ChunkBlocks, reason: str) -> None:
+        self._release(chunk)
+        self._keys.discard(chunk.key)
         self.dropped[reason] += 1
 
-    def _drop_all_held(self, reason: str) -> None:
-        while self._held:
-            self._drop_held(self._held.popleft(), reason)
+    def _drop_all_waiting(self, reason: str) -> None:
+        for chunk in self._waiting.take_all():
+            self._drop_waiting(chunk, reason)
 
     def take_jobs(self) -> list[StoreJob]:
         """Reserves the planned stores and returns their jobs.
@@ -553,7 +527,7 @@ class SchedulerStores:
         now, get = self._clock(), self._session.replica.get
         return any(now < until and not get(key) for until, key in self._recently_committed)
 
-    def _release(self, store: OpenStore | _ChunkBlocks) -> None:
+    def _release(self, store: OpenStore | ChunkBlocks) -> None:
         store.state.stores_in_flight -= 1
         self._free(store.blocks)
 
@@ -578,7 +552,7 @@ class SchedulerStores:
         """
         self._drop_references()
         self._drop_planned("lost")
-        self._drop_all_held("lost")
+        self._drop_all_waiting("lost")
         self._forget_committed()
         self.worker_epoch = None
 
@@ -589,7 +563,7 @@ class SchedulerStores:
             self._session.credits[store.job.run.group].append(store.job.slot)
         self._drop_references()
         self._drop_planned("reset")
-        self._drop_all_held("reset")
+        self._drop_all_waiting("reset")
         self._forget_committed()
 
     def give_back_blocks(self) -> None:
@@ -616,12 +590,12 @@ class SchedulerStores:
         """Drops planned stores, because KVTier is off."""
         self._drop_references()
         self._drop_planned("off")
-        self._drop_all_held("off")
+        self._drop_all_waiting("off")
 
     @property
     def in_flight(self) -> int:
         """Stores that were planned and are not done."""
-        return len(self._open) + len(self._planned) + len(self._held)
+        return len(self._open) + len(self._planned) + len(self._waiting)
 
     @property
     def referenced_blocks(self) -> int:
@@ -630,7 +604,7 @@ class SchedulerStores:
 
     def has_pending_work(self) -> bool:
         """Returns whether an engine without requests should keep stepping, so that stores end."""
-        if self._planned or self._held:
+        if self._planned or self._waiting:
             return True
         return (
             bool(self._in_flight_blocks)

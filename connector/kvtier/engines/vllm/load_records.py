@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from kvtier.engines.common.jobs import LoadRuns
 from kvtier.engines.common.request_state import RequestState
 from kvtier.engines.common.scheduler_stores import NULL_BLOCK
-from kvtier.store.types import RAM_BITS
+from kvtier.presence_table import Words
+from kvtier.store.types import MEMORY_BIT, RAM_BITS
 
 
 @dataclass(slots=True)
@@ -105,6 +108,11 @@ class LoadPrefix:
 def source_tier(bits: int) -> int:
     """The tier that an object in the tiers ``bits`` is taken from."""
     return 0 if bits & RAM_BITS else (bits & -bits).bit_length() - 1
+
+
+def source_tier_bits(bits: Words) -> Words:
+    """The bit of ``source_tier`` of each object; 0 of an object that is in no tier."""
+    return np.where(bits & RAM_BITS, MEMORY_BIT, bits & -bits)
 
 
 def have_blocks(runs: LoadRuns) -> bool:

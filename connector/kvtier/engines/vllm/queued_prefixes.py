@@ -245,7 +245,7 @@ class QueuedPrefixes:
         held = chunks.first_missing(0, 0, chunks.end)
         if planner.tokens(held) < max(1, self._session.live.min_load_tokens):
             return _HeldPrefix(held)
-        in_ram = chunks.only(RAM_BITS.__and__).first_missing(0, 0, held)
+        in_ram = chunks.only_bits(RAM_BITS).first_missing(0, 0, held)
         return _HeldPrefix(
             held,
             state.wire_keys(0, held) if in_ram < held else (),
@@ -271,7 +271,7 @@ class QueuedPrefixes:
         end_tokens = planner.tokens(planner.longest_prefix(0, held.end, held))
         if end_tokens < max(1, self._session.live.min_load_tokens):
             return _HeldPrefix(held.end)
-        needed, in_ram = planner.needed_chunks(0, end_tokens), held.only(RAM_BITS.__and__)
+        needed, in_ram = planner.needed_chunks(0, end_tokens), held.only_bits(RAM_BITS)
         lacking, last = False, []
         for group, begin, stop in needed:
             first = in_ram.first_missing(group, begin, stop)

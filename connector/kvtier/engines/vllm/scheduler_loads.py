@@ -169,8 +169,8 @@ class SchedulerLoads:
         first, end = planner.chunks(computed_tokens), self._max_chunks(state, computed_tokens)
         held = HeldChunks(state, self._session.replica, self._hashes_per_chunk, end)
         stop = held.first_missing(0, first, end)
-        bits = held.bits(0, first, stop)
-        ram_chunks = held.only(MEMORY_BIT.__and__).first_missing(0, first, stop) - first
+        bits = held.bits(0, first, stop).tolist()
+        ram_chunks = held.only_bits(MEMORY_BIT).first_missing(0, first, stop) - first
         unknown = self._lookups.keys(
             computed_tokens, len(bits), max(0, end - first), state.tier_bits
         )
@@ -183,7 +183,7 @@ class SchedulerLoads:
 
     def _max_chunks(self, state: RequestState, computed_tokens: int) -> int:
         """Up to which chunk of the request may be loaded."""
-        hashed = len(state.keys(self._hashes_per_chunk))
+        hashed = len(state.hashes(self._hashes_per_chunk))
         end = min(hashed, self._planner.max_hit_chunks(state.request.num_tokens))
         most = state.hints.max_load_tokens
         if most is not None:
@@ -197,8 +197,7 @@ class SchedulerLoads:
         anywhere = planner.longest_prefix(computed_tokens, end, held)
         in_ram = 0
         if anywhere:
-            held_in_ram = held.only(MEMORY_BIT.__and__)
-            in_ram = planner.longest_prefix(computed_tokens, anywhere, held_in_ram)
+            in_ram = planner.longest_prefix(computed_tokens, anywhere, held.only_bits(MEMORY_BIT))
         if in_ram < anywhere and self._may_promote(state):
             prefix = self._choice.whole_prefix(computed_tokens, (in_ram, anywhere), held)
             if prefix is not None and self._request_promotion(state, prefix, now):

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from kvtier.config.models import Selection
 from kvtier.engines.common.held_chunks import HeldChunks
 from kvtier.engines.common.request_state import RequestState
 from kvtier.engines.common.tierd_session import TierdSession
-from kvtier.engines.vllm.load_records import LoadPrefix, source_tier
+from kvtier.engines.vllm.load_records import LoadPrefix, source_tier, source_tier_bits
 from kvtier.engines.vllm.miss_lookups import MissLookups
 from kvtier.planner import Planner
+from kvtier.presence_table import Words
 from kvtier.store.selection import choose_prefix
 from kvtier.store.types import MEMORY_BIT
 
@@ -91,7 +93,7 @@ class PromotionChoice:
         least = max(1, session.live.min_load_tokens, keys)
         if not keys or end_tokens - computed_tokens < least:
             return None
-        tiers = {source_tier(bits) for each in chunks for bits in set(held.bits(*each))}
+        tiers = {source_tier(bits) for each in chunks for bits in held.distinct_bits(*each)}
         first, timeout = planner.chunks(computed_tokens), self._tier_timeout(tiers)
         return LoadPrefix(computed_tokens, first, keys, end_tokens, timeout, chunks)
 
@@ -111,12 +113,10 @@ class PromotionChoice:
             best = in_ram
             best_score = (planner.tokens(in_ram) - computed_tokens) * weights[0]
         for weight in sorted(set(weights.values()), reverse=True):
-            allowed = frozenset(tier for tier in weights if weights[tier] >= weight)
-
-            def counts(bits: int, allowed: frozenset[int] = allowed) -> bool:
-                return bool(bits) and source_tier(bits) in allowed
-
-            found = planner.longest_prefix(computed_tokens, anywhere, held.only(counts))
+            allowed = sum(1 << tier for tier in weights if weights[tier] >= weight)
+            found = planner.longest_prefix(
+                computed_tokens, anywhere, held.only(partial(_from_tiers, allowed))
+            )
             score = (planner.tokens(found) - computed_tokens) * weight if found else 0
             if score > best_score:
                 best, best_score = found, score
@@ -127,3 +127,8 @@ class PromotionChoice:
             (self._session.tier(tier).load_timeout_seconds for tier in tiers if tier),
             default=VERIFY_TIMEOUT_SECONDS,
         )
+
+
+def _from_tiers(allowed: int, bits: Words) -> Words:
+    """Not 0 for objects that are taken from one of the ``allowed`` tiers, which have a bit each."""
+    return source_tier_bits(bits) & allowed
