@@ -21,6 +21,7 @@ from kvtier.store.types import (
     NO_OWNER,
     ChunkId,
     CreditsGranted,
+    EngineInfo,
     KeysEvicting,
     LoadExtended,
     Owner,
