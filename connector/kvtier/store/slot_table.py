@@ -72,8 +72,8 @@ def key_mark(key: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class SlotLocation:
-    """A slot, and the segment that it belongs to. ``layout``: of the pool that it is a slot of; None
-    for one part, and where the table says it."""
+    """A slot, and the segment that it belongs to. ``layout``: of the pool that it is a slot of;
+    None for one part, and in records of a table, which has the layout itself."""
 
     offset: int
     slot_bytes: int

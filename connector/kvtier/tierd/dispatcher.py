@@ -38,6 +38,7 @@ from kvtier.tierd.replication import ReplicaPublisher
 from kvtier.tierd.sessions import EngineSessions, Session
 from kvtier.tierd.shard_layout import ShardRange, in_part
 from kvtier.tierd.wire import (
+    WHOLE_POOL,
     Abort,
     Arriving,
     Cancel,
@@ -187,7 +188,7 @@ class Dispatcher:
         in."""
         shards = engine.shards[rank]
         if not self.store.is_scattered(info.engine):
-            return shards, (0, self._pool_bytes)
+            return shards, WHOLE_POOL
         span = self.store.layout.span(engine.parts[rank])
         return in_part(shards, span[0]), span
 

@@ -209,7 +209,7 @@ def map_pool(mapper: HostPoolMapper, path: Path) -> PoolReady:
         found.append(result)
         ready.set()
 
-    mapper.map(path, SIZE, on_ready)
+    mapper.map(path, SIZE, (0, SIZE), on_ready)
     assert ready.wait(30)
     return found[0]
 
@@ -238,7 +238,7 @@ def test_the_mapper_registers_only_what_was_not_registered_early(
     mapper = HostPoolMapper(register, lambda pool, begins: unregistered.append(begins), early)
     assert map_pool(mapper, path).problem == ""
     assert len(late) == int(replaced)
-    mapped = mapper.get(path, SIZE)
+    mapped = mapper.get(path, SIZE, (0, SIZE))
     assert mapped is not None
     assert mapped.pool.boundaries == (() if replaced else (PIECE, 2 * PIECE))
     mapper.close()
