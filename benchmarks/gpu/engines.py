@@ -30,6 +30,8 @@ from kvtier.config.models import (
     Topology,
 )
 from kvtier.config.writer import write
+from kvtier.engines.vllm.plugin import TOPOLOGY_VARIABLE
+from kvtier.payload import write as write_payload
 
 ATTACH_SECONDS = 120.0
 CHILD_SECONDS = 280.0
@@ -85,7 +87,7 @@ def run_child(script: str, mode: str, scratch: Path, arguments: Sequence[str]) -
         try:
             subprocess.run(
                 command,
-                env={**os.environ, **environment()},
+                env={**os.environ, **environment(scratch)},
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 timeout=CHILD_SECONDS,
@@ -107,9 +109,15 @@ def finish(scratch: str, mode: str, result: dict[str, Any], llm: Any) -> None:
     os._exit(0)
 
 
-def environment() -> dict[str, str]:
-    """Settings of all engines: no reports to anybody, equal block hashes."""
+def environment(scratch: Path) -> dict[str, str]:
+    """Settings of all engines: no reports to anybody, equal block hashes, and KVTier as the
+    operator delivers it, a payload whose plugin attaches the connector."""
+    payload = scratch / "payload"
+    if not payload.exists():
+        write_payload(payload, include=("payload",))
+    path = [str(payload), os.environ.get("PYTHONPATH", "")]
     return {
+        "PYTHONPATH": os.pathsep.join(each for each in path if each),
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
@@ -166,20 +174,19 @@ def engine_arguments(
     """Returns vLLM's arguments for an engine, and the run directory of its tierd. ``mode``:
     "kvtier"; "peer", vLLM's OffloadingConnector with as much memory; or "none", no connector."""
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if options.runner == "v2" else "0"
-    transfer: dict[str, Any] = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    transfer: dict[str, Any] = {}
+    os.environ.pop(TOPOLOGY_VARIABLE, None)
     run_directory = None
     if mode == "kvtier":
         topology = scratch / "topology"
         if not topology.exists():
             make_topology(topology, options.ram_gib, options.chunk_tokens)
         run_directory = run_directory_of(topology)
-        transfer |= {
-            "kv_connector": "KVTierConnector",
-            "kv_connector_module_path": "kvtier.engines.vllm.connector",
-            "kv_connector_extra_config": {"topology": str(topology)},
-        }
+        os.environ[TOPOLOGY_VARIABLE] = str(topology)
     elif mode == "peer":
-        transfer |= {
+        transfer = {
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
             "kv_connector": "OffloadingConnector",
             "kv_connector_extra_config": {"cpu_bytes_to_use": options.ram_gib << 30},
         }
@@ -201,7 +208,7 @@ def engine_arguments(
             "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 40, 64],
         },
     }
-    if mode != "none":
+    if transfer:
         arguments["kv_transfer_config"] = transfer
     return arguments, run_directory
 

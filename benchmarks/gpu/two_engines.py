@@ -80,7 +80,8 @@ class Engine:
         self.name = name
         command = [sys.executable, __file__, "--child", name, "--scratch", str(scratch)]
         command += ["--runner", chosen.runner, "--ram-gib", str(chosen.ram_gib)]
-        environment = {**os.environ, **engines.environment(), "CUDA_VISIBLE_DEVICES": str(gpu)}
+        environment = {**os.environ, **engines.environment(scratch)}
+        environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
         self._log = (scratch / f"{name}.log").open("wb")
         self._process = subprocess.Popen(
             command,

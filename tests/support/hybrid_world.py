@@ -43,6 +43,7 @@ from kvtier.config.models import (
     Topology,
 )
 from kvtier.engines.common.model_identity import EngineIdentity
+from kvtier.engines.common.rearming import RearmTimes
 from kvtier.engines.common.tierd_session import TierdSession
 from kvtier.engines.common.worker_loads import WorkerLoads
 from kvtier.engines.common.worker_state import (
@@ -597,7 +598,7 @@ def _connector(vllm_config: Any, config: KVCacheConfig, scheduler: Any) -> KVTie
     made = KVTierConnector.__new__(KVTierConnector)
     KVConnectorBase_V1.__init__(made, vllm_config, KVConnectorRole.SCHEDULER, config)
     made._scheduler, made._worker, made._supervisor = scheduler, None, None
-    made._off_reason, made._errors, made._rearm_at = "", 0, float("inf")
+    made._off_reason, made._rearm_times, made._rearm_at = "", RearmTimes(), float("inf")
     made._hook_errors = 0
     made._reported_off = False
     made._stats, made._steps, made._chunk_tokens = KVTierStats(), 0, CHUNK

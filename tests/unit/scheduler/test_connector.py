@@ -25,6 +25,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvtier.config.models import Daemon
+from kvtier.engines.common.rearming import REARM_SECONDS
 from kvtier.engines.vllm import connector as connector_module
 from kvtier.engines.vllm.config import engine_name, group_of, planner_for
 from kvtier.engines.vllm.connector import KVTierConnector
@@ -219,7 +220,7 @@ def test_after_an_unexpected_exception_kvtier_rearms_with_back_off_a_few_times_a
 ) -> None:
     """One exception turns KVTier off, not until restart: it is used again 10, 60 and 360 seconds
     later. After the fourth one it stays off."""
-    assert connector_module.REARM_SECONDS == (10.0, 60.0, 360.0)
+    assert REARM_SECONDS == (10.0, 60.0, 360.0)
     now = 100.0
     monkeypatch.setattr(connector, "_clock", lambda: now)
     testbed = _attached(connector)
@@ -235,7 +236,7 @@ def test_after_an_unexpected_exception_kvtier_rearms_with_back_off_a_few_times_a
     assert step_and_ask("old") == 4 * CHUNK
     assert _newly_off(connector) == 0
     rearms = 0
-    for number, seconds in enumerate((*connector_module.REARM_SECONDS, None)):
+    for number, seconds in enumerate((*REARM_SECONDS, None)):
         with monkeypatch.context() as patch:
             _break(testbed, patch, "get_num_new_matched_tokens")
             assert step_and_ask("broken") == 0
@@ -253,7 +254,7 @@ def test_after_an_unexpected_exception_kvtier_rearms_with_back_off_a_few_times_a
         assert stats is not None
         assert stats.data[WITHOUT_TIERS[0]] == {"": -1}
         rearms += stats.data["rearms"][""]
-    assert rearms == len(connector_module.REARM_SECONDS)
+    assert rearms == len(REARM_SECONDS)
     assert _newly_off(connector) == 0
 
 

@@ -13,7 +13,7 @@ from tests.unit.worker.worker_testbeds import (
     wait_until,
 )
 
-from kvtier.engines.common import worker_thread
+from kvtier.engines.common import rearming
 from kvtier.engines.common.worker_state import Completions
 from kvtier.tierd.wire import Deliver
 
@@ -55,7 +55,7 @@ def _fail_once(testbed: WorkerTestbed, number: int, epoch: int) -> Completions:
 def test_a_rank_whose_copies_failed_attaches_again_and_copies(
     testbed: WorkerTestbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_thread, "REARM_SECONDS", SHORT)
+    monkeypatch.setattr(rearming, "REARM_SECONDS", SHORT)
     testbed.pool()[testbed.slot(1) : testbed.slot(2)] = 11
     testbed.engine.hold()
     testbed.start(stores=[store_job(3, testbed.slot(5), B)])
@@ -92,17 +92,17 @@ def test_no_copy_is_taken_before_the_time_is_over_and_closing_does_not_wait_for_
     assert testbed.worker.off_reason == "copies failed: a bug"
     assert found.stores_done == {4: 1}
     assert testbed.tierd.reattached == []
-    assert worker_thread.REARM_SECONDS[0] >= 10
+    assert rearming.REARM_SECONDS[0] >= 10
     started = time.monotonic()
     testbed.worker.shutdown()
-    assert time.monotonic() - started < worker_thread.REARM_SECONDS[0] / 2
+    assert time.monotonic() - started < rearming.REARM_SECONDS[0] / 2
     assert testbed.tierd.closed, "its copies have ended"
 
 
 def test_a_rank_gives_up_after_a_few_errors(
     testbed: WorkerTestbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_thread, "REARM_SECONDS", SHORT)
+    monkeypatch.setattr(rearming, "REARM_SECONDS", SHORT)
     for number in range(len(SHORT) + 1):
         epoch = number + 1
         report = _fail_once(testbed, 7 + number, epoch)
@@ -127,7 +127,7 @@ def test_a_rank_gives_up_after_a_few_errors(
 def test_a_rank_whose_device_cannot_be_synchronized_does_not_copy_again(
     testbed: WorkerTestbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_thread, "REARM_SECONDS", SHORT)
+    monkeypatch.setattr(rearming, "REARM_SECONDS", SHORT)
 
     def lost() -> None:
         raise RuntimeError("the device is lost")

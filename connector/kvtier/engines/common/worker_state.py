@@ -27,10 +27,6 @@ MAX_UNSENT = 65_536
 loss will be noticed."""
 
 
-REARM_SECONDS = (10.0, 60.0, 360.0)
-"""How long KVTier is off after each unexpected error. After one more it is off until restart."""
-
-
 class WorkerClient(Protocol):
     """The part of ``TierdClient`` that a worker uses."""
 

@@ -8,10 +8,7 @@ engine is idle, that is, when no hook has run for ``IDLE_HOOK_SECONDS``.
 One lock, ``_copies``, guards the copy engine, the loads, the stores and the outbox. No thread waits
 for the device or for another process while it holds the lock.
 
-After an unexpected error of a copy nothing is copied for ``REARM_SECONDS``, and the session is
-given up, so that tierd closes the engine, and no other rank and no scheduler side counts on this
-one. Then the thread attaches as after a loss. It does so a few times. If the device cannot be
-synchronized, or the errors go on, nothing is copied until the engine restarts.
+After an unexpected error of a copy nothing is copied for a while (``rearming``).
 
 When tierd is lost, the epoch is cleared under that lock, so that nothing more is submitted. Then
 the thread waits for the copies without the lock, ends the loads and drops the stores. Only then
@@ -31,14 +28,10 @@ from pathlib import Path
 
 from kvtier.engines.common.early_registration import Span
 from kvtier.engines.common.jobs import ArrivedKeys, LoadJob, StoreJob
+from kvtier.engines.common.rearming import CopyFailures, RankCopies
 from kvtier.engines.common.worker_loads import WorkerLoads
 from kvtier.engines.common.worker_pool import HostPoolMapper, PoolReady
-from kvtier.engines.common.worker_state import (
-    REARM_SECONDS,
-    RankContext,
-    WorkerClient,
-    WorkerOutbox,
-)
+from kvtier.engines.common.worker_state import RankContext, WorkerClient, WorkerOutbox
 from kvtier.engines.common.worker_stores import WorkerStores
 from kvtier.tierd.wire import Message, Ready, SessionRefused, Welcome
 
@@ -87,9 +80,11 @@ class TransferThread:
         self._stores = WorkerStores(context, self._outbox.send)
         self._copies = threading.Lock()
         self._hook_ran_at = context.clock()
-        self._failure: Exception | None = None
-        self._failures = 0
-        """Errors that ended the copies."""
+        self._failures = CopyFailures(
+            RankCopies(context, self._copies, self._loads, self._stores, self._outbox),
+            self._client.drop,
+            self._sleep_unless_closing,
+        )
         self._sleeping = False
         """Whether the thread waits without looking at copies."""
         self._wake = threading.Condition()
@@ -115,8 +110,7 @@ class TransferThread:
     @property
     def failure(self) -> str:
         """Why nothing is copied, for a while or until restart; empty if copies are possible."""
-        failure = self._failure
-        return "" if failure is None else f"copies failed: {failure}"
+        return self._failures.reason
 
     def start(self) -> None:
         """Starts the thread, and to attach to tierd."""
@@ -247,7 +241,7 @@ class TransferThread:
                 self._advance()
 
     def _is_open(self) -> bool:
-        return not (self._closed or self._closing or self._failure)
+        return not (self._closed or self._closing or self._failures.error)
 
     def _advance(
         self, pinned: Sequence[int] = (), early_bytes: int = 0, before_kernels: bool = False
@@ -262,8 +256,7 @@ class TransferThread:
             if early_bytes:
                 self._loads.report_early(early_bytes)
         except Exception as error:  # noqa: BLE001 - the thread reports everything that is open
-            self._failure = error
-            self._completions.epoch = 0
+            self._failures.fail(error)
             with self._wake:
                 self._wake.notify_all()
 
@@ -310,11 +303,8 @@ class TransferThread:
             self._engine.enter_thread()
             while not self._drained and self._serve():
                 pass
-        except Exception as error:  # the last resort: the engine serves on
-            self._counters.add("thread_failures")
-            logger.exception("KVTier: serving without tiers until restart: %s", error)
-            self._stop_copies(error)
-            self._client.drop(f"copies failed: {error}")
+        except Exception as error:  # noqa: BLE001 - the last resort: the engine serves on
+            self._failures.stop(error)
         finally:
             self._finish()
 
@@ -326,67 +316,19 @@ class TransferThread:
             self._drain("closing")
             self._drained = True
             return True
-        except Exception as error:  # the engine serves on, without tiers for a while
-            self._counters.add("thread_failures")
-            left = len(REARM_SECONDS) - self._failures
-            seconds = REARM_SECONDS[self._failures] if left > 0 else None
-            self._failures += 1
-            logger.exception(
-                "KVTier: serving without tiers %s: copies failed: %s",
-                "until restart" if seconds is None else f"for {seconds:g} s",
-                error,
-            )
-            self._stop_copies(error)
-            self._client.drop(f"copies failed: {error}")
-            if seconds is None or not self._end_copies():
-                return False
-            return self._rearm_after(seconds)
+        except Exception as error:  # noqa: BLE001 - the engine serves on, without tiers for a while
+            return self._failures.rearm(error)
 
-    def _stop_copies(self, error: Exception) -> None:
-        """No hook submits anything from now on."""
-        with self._copies:
-            self._failure = error
-            self._completions.epoch = 0
-
-    def _end_copies(self) -> bool:
-        """Ends what is open, as failed; returns False if the device cannot be synchronized."""
-        try:
-            self._engine.wait_idle()
-            with self._copies:
-                self._engine.synchronize()
-                self._loads.abandon("off")
-                self._stores.drop_all()
-                self._outbox.clear()
-                self._context.shards.clear()
-        except Exception as error:  # ``_finish`` reports what is open
-            self._counters.add("copy_errors")
-            logger.exception("KVTier: cannot end copies: %s", error)
-            return False
-        return True
-
-    def _rearm_after(self, seconds: float) -> bool:
-        """Waits, and lets hooks submit again once the thread has attached; also when it closes."""
-        until = time.monotonic() + seconds
+    def _sleep_unless_closing(self, seconds: float) -> bool:
+        """Waits for ``seconds``; returns True at once when the thread closes."""
         with self._wake:
-            while not self._closing:
-                left = until - time.monotonic()
-                if left <= 0:
-                    break
-                self._wake.wait(left)
-            closing = self._closing
-        with self._copies:
-            self._failure = None
-        if not closing:
-            self._counters.add("thread_rearms")
-            logger.info("KVTier: in use again after copies failed")
-        return True
+            return self._wake.wait_for(lambda: self._closing, seconds)
 
     def _run_once(self) -> bool:
         """Handles inputs, looks after the copies of an idle engine, and waits; returns False when
         the thread must end."""
-        if self._failure is not None:
-            # Also when it closes: an error is counted.
-            raise self._failure
+        # Also when it closes: an error is counted.
+        self._raise_failure()
         with self._wake:
             if self._closing:
                 return False
@@ -394,15 +336,14 @@ class TransferThread:
             self._inputs.clear()
         for item in inputs:
             self._handle(item)
-        if self._failure is not None:
-            raise self._failure
+        self._raise_failure()
         if self._hooks_are_idle() or len(self._outbox):
             with self._copies:
                 if self._hooks_are_idle():
                     self._advance()
                 self._outbox.flush()
         with self._wake:
-            if not self._inputs and not self._closing and self._failure is None:
+            if not self._inputs and not self._closing and self._failures.error is None:
                 # Set first: a hook that adds copies after the look at them finds it set.
                 self._sleeping = True
                 timeout = self._timeout()
@@ -410,6 +351,11 @@ class TransferThread:
                 self._wake.wait(timeout)
                 self._sleeping = False
         return True
+
+    def _raise_failure(self) -> None:
+        error = self._failures.error
+        if error is not None:
+            raise error
 
     def _hooks_are_idle(self) -> bool:
         busy = len(self._loads) or len(self._stores)
@@ -557,7 +503,7 @@ class TransferThread:
         self._completions.epoch = 0
         try:
             if not self._drained:
-                self._abandon()
+                self._failures.abandon()
         except Exception as error:  # what is not reported here has ended, and is found missing
             logger.exception("KVTier: cannot end what was open: %s", error)
         self._ended.set()
@@ -566,19 +512,3 @@ class TransferThread:
                 self._engine.close()
                 self._context.generations.words = None
             self._mapper.close()
-
-    def _abandon(self) -> None:
-        """Reports what is open after a failure: vLLM waits for it without a time limit.
-
-        If copies still run, the device has failed.
-        """
-        try:
-            self._engine.wait_idle()
-        except Exception as error:  # the reports below must go out in any case
-            self._counters.add("copy_errors")
-            logger.exception("KVTier: cannot synchronize the device: %s", error)
-        with self._copies:
-            try:
-                self._loads.abandon("off")
-            finally:
-                self._stores.drop_all()

@@ -28,8 +28,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvtier.config.loader import load_for_engine
 from kvtier.engines.common.lora import AdapterDigests
+from kvtier.engines.common.rearming import RearmTimes
 from kvtier.engines.common.tierd_session import TierdSession
-from kvtier.engines.common.worker_state import REARM_SECONDS
 from kvtier.engines.vllm import early_pool, early_start, engine_signals, weights
 from kvtier.engines.vllm.config import engine_name, planner_for, use_vllm_log_handlers
 from kvtier.engines.vllm.counters import WITHOUT_TIERS, off_reason
@@ -117,8 +117,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._supervisor: Supervisor | None = None
         self._off_reason = ""
         self._reported_off = False
-        self._errors = 0
-        """Errors that turned KVTier off."""
+        self._rearm_times = RearmTimes()
         self._hook_errors = 0
         self._invalid_blocks: set[int] = set()
         """Blocks that the loads of this step did not fill."""
@@ -203,13 +202,12 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             self._stats.add("errors", 1, hook)
             if not self._off_reason:
                 self._off_reason = f"{hook}: {type(error).__name__}: {error}"
-                seconds = REARM_SECONDS[self._errors] if self._errors < len(REARM_SECONDS) else None
-                self._errors += 1
+                seconds = self._rearm_times.next()
                 self._rearm_at = math.inf if seconds is None else self._clock() + seconds
                 logger.exception(
                     "KVTier: unexpected error in %s; serving without tiers %s",
                     hook,
-                    "until restart" if seconds is None else f"for {seconds:g} s",
+                    RearmTimes.describe(seconds),
                 )
             return fallback
 
