@@ -118,6 +118,36 @@ def test_only_what_is_filled_is_registered_and_the_rest_when_the_pool_is_publish
     assert len(device.registered) == 3  # they belong to the caller now
 
 
+HALF = SIZE // 2 // PAGE * PAGE
+
+
+@pytest.mark.parametrize("named", ["expected", "other", "whole"])
+def test_only_the_expected_part_is_registered_and_undone_if_tierd_names_another(
+    tmp_path: Path, named: str
+) -> None:
+    device, filled, path = FakeDevice(), Filled(), tmp_path / "pool"
+    part = (HALF, 2 * HALF)
+    early = EarlyRegistration(path, device.device, filled, lambda _: part)
+    make_file(path)
+    filled.end = HALF + PAGE
+    early.look()
+    assert not device.calls, "its part is not filled yet"
+    filled.end = SIZE
+    count = len(device.ranges(HALF))
+    settle(early, device, count)
+    assert sorted(device.calls) == list(device.ranges(HALF)), "relative to its begin"
+    span = {"expected": part, "other": (0, HALF), "whole": (0, SIZE)}[named]
+    taken = early.take(path, SIZE, span)
+    if named == "expected":
+        assert taken is not None
+        assert taken[0].span == part
+        assert len(device.registered) == count
+    else:
+        assert taken is None
+        assert not device.registered
+    early.abandon()
+
+
 @pytest.mark.parametrize("change", ["replaced", "larger", "removed"])
 def test_another_file_is_not_taken_for_the_registered_one(made: Made, change: str) -> None:
     early, device, filled, path = made
