@@ -64,7 +64,7 @@ class SlotPool:
         return not any(self._bytes[state] for state in SlotState if state is not SlotState.FREE)
 
     def lay_out(self, layout: PoolLayout) -> None:
-        """Lays an unused pool out anew, for which no class is in use."""
+        """Lays an unused pool out again, for which no class is in use."""
         self.layout = layout
         self.classes.clear()
         self._slots.clear()
