@@ -60,4 +60,5 @@ def expected_span(
     counts = {len(set(writers)) for writers in shard_writers}
     if len(parts) != 1 or len(counts) != 1 or counts == {1}:
         return 0, pool_bytes
-    return pool_layout(pool_bytes, counts.pop()).span(parts.pop())
+    layout = pool_layout(pool_bytes, counts.pop())
+    return layout.span(parts.pop()) if layout.part_bytes else (0, pool_bytes)

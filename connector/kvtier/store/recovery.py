@@ -89,8 +89,8 @@ class OrphanedReads:
             for location in locations:
                 if location.layout != recorded_layout(self._pool.layout):
                     blocked = self._pool.block(location)
-                    for slot in blocked:
-                        self._pool.move(slot, SlotState.QUARANTINED, ORPHAN_OWNER)
+                    for each in blocked:
+                        self._pool.move(each, SlotState.QUARANTINED, ORPHAN_OWNER)
                     slots += blocked
                     self._context.count("slots_quarantined", "", "", len(blocked))
                     continue

@@ -188,12 +188,19 @@ class TierStore:
         if info.engine in self._engines.open:
             self._context.violation("engine_opened_twice")
             self.close_engine(info.engine, False)
-        self._lay_out(info.parts)
+        self._lay_out(self._layout_for(info))
         engine = self._engines.add(info)
         self._index.open(engine.namespace, engine.persistent)
 
-    def _lay_out(self, parts: int) -> None:
-        layout, table = pool_layout(self._pool_bytes, parts), self._slot_table
+    def _layout_for(self, info: EngineInfo) -> PoolLayout:
+        """How a pool that holds nothing is laid out for an engine."""
+        layout = pool_layout(self._pool_bytes, info.parts)
+        whole = layout.part_bytes * layout.parts
+        # What parts lose to their alignment may be all that a small pool has.
+        return layout if max(info.slot_bytes) <= whole else pool_layout(self._pool_bytes)
+
+    def _lay_out(self, layout: PoolLayout) -> None:
+        table = self._slot_table
         if layout == self._pool.layout or not self._holds_nothing:
             return
         if table is None or table.lay_out(recorded_layout(layout)):
@@ -221,12 +228,10 @@ class TierStore:
         state = self._engines.open.get(engine)
         return state is not None and state.geometries[0].kind.pieces > 1
 
-    def max_object_bytes(self, parts: int) -> int:
-        """How large an object of an engine that opens with these ``EngineInfo.parts`` can be."""
-        layout = self._pool.layout
-        if parts != layout.parts and self._holds_nothing:
-            layout = pool_layout(self._pool_bytes, parts)
-        return layout.part_bytes * (parts if parts == layout.parts else 1)
+    def max_object_bytes(self, info: EngineInfo) -> int:
+        """How large an object of this engine can be, if it opens now."""
+        layout = self._layout_for(info) if self._holds_nothing else self._pool.layout
+        return layout.part_bytes * (info.parts if info.parts == layout.parts else 1)
 
     def close_engine(self, engine: str, confirmed_dead: bool, expires: bool = True) -> None:
         """Closes an engine. ``confirmed_dead``: its processes have ended, or have drained every

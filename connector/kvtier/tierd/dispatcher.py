@@ -117,7 +117,7 @@ class Dispatcher:
         info, scheduler = engine.info, engine.scheduler
         if info is None or scheduler is None:
             raise KVTierError("the engine has no description")
-        largest, room = max(info.slot_bytes), self.store.max_object_bytes(info.parts)
+        largest, room = max(info.slot_bytes), self.store.max_object_bytes(info)
         if largest > room:
             has = f"the host pool has {self._pool_bytes}"
             if room < self._pool_bytes:

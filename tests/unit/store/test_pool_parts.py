@@ -299,6 +299,21 @@ def test_a_read_that_hangs_in_pieces_blocks_its_bytes_whatever_the_layout(lost: 
     assert fixture.store.accounts().quarantined == 0
 
 
+def test_a_pool_without_room_for_an_object_in_parts_has_one_range() -> None:
+    fixture = StoreFixture(7, ())
+    sizes = ((3 * PAGE, 3 * PAGE), (4 * PAGE - 1, 3 * PAGE + 1))
+    for number, shards in enumerate(sizes):
+        size = sum(-(-each // PAGE) * PAGE for each in shards)
+        info = EngineInfo("e", NAMESPACE, (size,), (shards,), ((0, 1),), True, 2)
+        assert fixture.store.max_object_bytes(info) == (6 * PAGE, 7 * PAGE)[number]
+    fits = EngineInfo("e", NAMESPACE, (6 * PAGE,), (sizes[0],), ((0, 1),), True, 2)
+    assert opened(fixture, fits)
+    tiny = StoreFixture(1, ())
+    assert not opened(tiny, engine())
+    assert tiny.store.layout.part_bytes == PAGE
+    assert expected_span(PAGE, ((0, 1),), 1) == (0, PAGE)
+
+
 def test_a_rank_expects_what_tierd_will_name() -> None:
     pool, own = 64 << 30, ((0, 1, 2, 3),)
     spans = [expected_span(pool, own, rank) for rank in range(4)]
