@@ -34,6 +34,8 @@ from kvtier.engines.vllm.plugin import TOPOLOGY_VARIABLE
 from kvtier.payload import write as write_payload
 
 ATTACH_SECONDS = 120.0
+DRAIN_SECONDS = 60.0
+QUIET_LOOKS = 10
 CHILD_SECONDS = 280.0
 """A measurement that takes longer has failed."""
 LLAMA_8B = {
@@ -63,6 +65,9 @@ FILES_GIB = 40
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Options that every GPU benchmark has."""
     parser.add_argument("--runner", choices=("v1", "v2"), default="v2", help="vLLM's model runner")
+    parser.add_argument(
+        "--in-process", action="store_true", help="the engine's core in the caller's process"
+    )
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of one engine")
     parser.add_argument("--ram-gib", type=int, default=36, help="capacity of the memory tier")
     parser.add_argument(
@@ -123,7 +128,6 @@ def environment(scratch: Path) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "PYTHONHASHSEED": "0",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
     }
 
 
@@ -174,6 +178,7 @@ def engine_arguments(
     """Returns vLLM's arguments for an engine, and the run directory of its tierd. ``mode``:
     "kvtier"; "peer", vLLM's OffloadingConnector with as much memory; or "none", no connector."""
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if options.runner == "v2" else "0"
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if options.in_process else "1"
     transfer: dict[str, Any] = {}
     os.environ.pop(TOPOLOGY_VARIABLE, None)
     run_directory = None
@@ -260,6 +265,23 @@ def settle(run_directory: Path | None, step: Callable[[], object], seconds: floa
         quiet = quiet + 1 if not status(run_directory).get("pendingStores", 0) else 0
         time.sleep(0.05)
     step()
+
+
+def drain(run_directory: Path | None, step: Callable[[], object]) -> float:
+    """Returns the seconds until no tier has anything to write, at several looks in a row: the
+    engine submits the last stores, and looks after copies, in its steps."""
+    begin = last = time.perf_counter()
+    quiet = 0
+    while run_directory is not None and quiet < QUIET_LOOKS and last - begin < DRAIN_SECONDS:
+        step()
+        time.sleep(0.02)
+        found = status(run_directory)
+        pending = found.get("pendingStores", 0)
+        pending += sum(each["pendingStoreBytes"] for each in found.get("tiers", []))
+        quiet = 0 if pending else quiet + 1
+        if not quiet:
+            last = time.perf_counter()
+    return last - begin
 
 
 def link_bytes_per_second(gpus: int = 1) -> float:

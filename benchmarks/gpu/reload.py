@@ -24,6 +24,13 @@ COMPARED = (300, 1000, 4097, 9001)
 TEXT_TOKENS = 32
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Which prompts."""
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=LENGTHS, help="of the prompts, in tokens"
+    )
+
+
 def measure(mode: str, chosen: argparse.Namespace) -> None:
     """One engine: prompts computed, hit in the GPU's cache, reloaded after a reset of it."""
     import numpy as np
@@ -64,7 +71,7 @@ def measure(mode: str, chosen: argparse.Namespace) -> None:
         reset()
         ask(tokens)
     rows: list[dict[str, Any]] = []
-    for length in LENGTHS:
+    for length in chosen.lengths:
         for _ in range(2 if chosen.quick else 4):
             tokens = prompt(length + 1)
             row: dict[str, Any] = {"length": length, "cold": ask(tokens)[0]}
@@ -113,7 +120,7 @@ def stored(run_directory: Path | None) -> dict[str, Any]:
 
 def main() -> None:
     """Measures both in turn and prints the table."""
-    chosen = options(__doc__ or "", engines.add_options)
+    chosen = options(__doc__ or "", engines.add_options, add_options)
     if chosen.child:
         measure(chosen.child, chosen)
         return
@@ -125,7 +132,7 @@ def main() -> None:
             progress(f"measuring {mode}")
             results[mode] = engines.run_child(__file__, mode, Path(scratch), passed)
     table, worst = [], 0.0
-    for length in LENGTHS:
+    for length in chosen.lengths:
         floor = engines.BYTES_PER_TOKEN * length / chosen.tensor_parallel / link * 1e3
         cells: list[object] = [length, f"{floor:.1f}"]
         for mode, result in results.items():
@@ -146,7 +153,8 @@ def main() -> None:
         print(result["stored"], result["texts"], sep="; ")
     report(
         chosen.json,
-        f"reload, TP={chosen.tensor_parallel}, {chosen.runner}, link {link / 1e9:.1f} GB/s",
+        f"reload, TP={chosen.tensor_parallel}, {chosen.runner}"
+        f"{', in process' if chosen.in_process else ''}, link {link / 1e9:.1f} GB/s",
         head,
         table,
         worst,

@@ -26,8 +26,6 @@ from kvtier.config.models import FileSystemTierDocument
 LENGTHS = (4096, 16_384, 65_536)
 REQUESTS, PROMPT_TOKENS, ANSWER_TOKENS = 32, 8192, 64
 MODES = ("none", "kvtier", "files")
-DRAIN_SECONDS = 60.0
-QUIET_LOOKS = 10
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -71,20 +69,7 @@ def measure(mode: str, chosen: argparse.Namespace) -> None:
         return {each["name"]: each["objects"] for each in tiers}
 
     def drain() -> float:
-        """Seconds until no tier has anything to write, at several looks in a row: the engine
-        submits the last stores, and looks after copies, in its steps."""
-        begin = last = time.perf_counter()
-        quiet = 0
-        while run_directory is not None and quiet < QUIET_LOOKS and last - begin < DRAIN_SECONDS:
-            step()
-            time.sleep(0.02)
-            found = engines.status(run_directory)
-            pending = found.get("pendingStores", 0)
-            pending += sum(each["pendingStoreBytes"] for each in found.get("tiers", []))
-            quiet = 0 if pending else quiet + 1
-            if not quiet:
-                last = time.perf_counter()
-        return last - begin
+        return engines.drain(run_directory, step)
 
     engines.wait_attached(run_directory, step, chosen.tensor_parallel)
     for length in (4097, 8193):

@@ -108,6 +108,9 @@ def test_prompts_are_reloaded_from_ram_and_from_files_with_the_same_tokens(
         for engine in ("first", "ram", "restarted"):
             assert result[engine]["tokens"] == plain, engine
         assert result["ram"]["loaded"] == {"0": expected}
+        if "pipeline_parallel_size" not in options:
+            # One step submits the copies, and reports the load on every rank.
+            assert result["ram"]["steps"] == [1 + each for each in result["plain"]["steps"]]
         assert sum(result["restarted"]["loaded"].values()) == expected
         assert result["failures"] == result["failures_restarted"] == {}
     # Engines of one data parallel deployment share a namespace.

@@ -166,6 +166,40 @@ def test_requests_decide_what_is_loaded_and_stored(
     )
 
 
+def test_requests_decide_in_which_tiers_they_are_stored(
+    served: tuple[EngineTestbed, Router], plain: ReferenceEngine
+) -> None:
+    case, _ = served
+    requests = case.requests()
+    tokens = prompt(CHUNKS * CHUNK_TOKENS + 5, 765)
+    others = prompt(CHUNKS * CHUNK_TOKENS + 5, 766)
+
+    def run(wanted: list[int], **hints: Any) -> tuple[int, int]:
+        """How many tokens were loaded, and how many files there are more than before."""
+        case.empty_gpu_cache()
+        files = len(case.files())
+        transfer = {f"kvtier.{name}": value for name, value in hints.items()}
+        with case.loads() as loads:
+            assert requests.run(wanted, transfer=transfer) == plain.tokens(wanted)
+        case.settle_stores()
+        return loads.tokens, len(case.files()) - files
+
+    case.settle_stores()
+    everything = CHUNKS * CHUNK_TOKENS
+    assert run(tokens, tiers=["tape"]) == (0, 0), "stored, although the limit cannot be kept"
+    assert run(tokens, tiers=["ram"]) == (0, 0), "a file was written"
+    assert run(tokens, tiers=["ram"]) == (everything, 0), "nothing is in RAM"
+    assert run(tokens, skip_store=True) == (everything, 0)
+    # Who has no limit has it written.
+    assert run(tokens) == (everything, CHUNKS)
+    # Only in files: RAM is passed through.
+    assert run(others, tiers=["disk"]) == (0, CHUNKS)
+    case.wait_for(lambda: case.daemon_events("objects_passed_on") == CHUNKS, "still in RAM")
+    with case.loads("disk") as loads:
+        assert run(others)[0] == everything
+    assert loads.tokens == everything
+
+
 def test_a_prefix_is_in_ram_before_its_request_comes(
     served: tuple[EngineTestbed, Router], plain: ReferenceEngine
 ) -> None:

@@ -48,6 +48,8 @@ class SequentialEngine:
     def __init__(self, options: dict[str, Any]) -> None:
         self.driver = Driver(options)
         self._count = 0
+        self.steps = 0
+        """That the last request took."""
 
     @property
     def scheduler(self) -> Any:
@@ -59,7 +61,9 @@ class SequentialEngine:
         self._count += 1
         name = f"r{self._count}"
         self.driver.add(name, tokens, NEW_TOKENS)
-        found: list[int] = self.driver.finish([name])[name]["tokens"]
+        finished = self.driver.finish([name])
+        self.steps = finished["steps"]
+        found: list[int] = finished[name]["tokens"]
         return found
 
     def wait(self, what: str, condition: Any) -> None:
@@ -91,7 +95,8 @@ class SequentialEngine:
 
     def pass_over(self, wanted: list[list[int]]) -> dict[str, Any]:
         """Runs every prompt with an empty GPU cache."""
-        found = []
+        found: list[list[int]] = []
+        steps: list[int] = []
         loads = (
             self.scheduler.loads.in_flight if self.driver.scheduler.connector is not None else None
         )
@@ -102,10 +107,12 @@ class SequentialEngine:
             if loads is not None:
                 self.wait("not attached after a reset", self.attached)
             found.append(self.run(tokens))
+            steps.append(self.steps)
         loaded: dict[int, int] = {}
         if loads is not None:
             loaded = {t: n - before.get(t, 0) for t, n in loads.loaded_tokens.items()}
-        return {"tokens": found, "loaded": {tier: n for tier, n in loaded.items() if n}}
+        by_tier = {tier: n for tier, n in loaded.items() if n}
+        return {"tokens": found, "steps": steps, "loaded": by_tier}
 
     def close(self) -> None:
         """Ends the engine; its tierd ends with it."""

@@ -43,7 +43,6 @@ from kvtier.config.models import (
     Topology,
 )
 from kvtier.engines.common.model_identity import EngineIdentity
-from kvtier.engines.common.rearming import RearmTimes
 from kvtier.engines.common.tierd_session import TierdSession
 from kvtier.engines.common.worker_loads import WorkerLoads
 from kvtier.engines.common.worker_state import (
@@ -56,6 +55,7 @@ from kvtier.engines.common.worker_state import (
 from kvtier.engines.common.worker_stores import WorkerStores
 from kvtier.engines.vllm.config import group_of
 from kvtier.engines.vllm.connector import KVTierConnector
+from kvtier.engines.vllm.hook_guard import HookGuard
 from kvtier.engines.vllm.metadata import StepMetadata, WorkerReport
 from kvtier.engines.vllm.metrics import KVTierStats
 from kvtier.engines.vllm.scheduler import KVTierConnectorScheduler
@@ -598,10 +598,9 @@ def _connector(vllm_config: Any, config: KVCacheConfig, scheduler: Any) -> KVTie
     made = KVTierConnector.__new__(KVTierConnector)
     KVConnectorBase_V1.__init__(made, vllm_config, KVConnectorRole.SCHEDULER, config)
     made._scheduler, made._worker, made._supervisor = scheduler, None, None
-    made._off_reason, made._rearm_times, made._rearm_at = "", RearmTimes(), float("inf")
-    made._hook_errors = 0
+    made._guard = HookGuard(made._count_error, made._clock)
+    made._guarded = made._guard.guarded
     made._reported_off = False
-    made._stats, made._steps, made._chunk_tokens = KVTierStats(), 0, CHUNK
-    made._counts_stores = False
+    made._stats, made._steps, made._counted_tokens = KVTierStats(), 0, 0
     scheduler.start()
     return made

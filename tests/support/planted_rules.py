@@ -21,8 +21,8 @@ import pytest
 from kvtier.engines.common import model_identity, scheduler_stores, worker_state, worker_stores
 from kvtier.engines.vllm import (
     config,
-    connector,
     engine_signals,
+    hook_guard,
     identity_fields,
     tensor_digests,
     weights,
@@ -263,7 +263,7 @@ RULES: dict[str, tuple[Plant, tuple[str, ...]]] = {
         ("scheduler/test_connector.py::test_with_mla_the_first_rank_of_each_stage_writes",),
     ),
     "6: an unexpected error does not end the tiers": (
-        _code(connector.KVTierConnector._rearm, _nothing),
+        _code(hook_guard.HookGuard.rearm, _false),
         (
             "scheduler/test_connector.py::test_after_an_unexpected_exception_kvtier_rearms"
             "_with_back_off_a_few_times_and_counts_it",

@@ -152,7 +152,7 @@ class SlotAllocator:
         self.busy = left <= 0
 
     def expire(self, entry: Entry) -> None:
-        """Removes an object that nothing uses and whose time has passed."""
+        """Removes an object that nothing uses and that must not stay."""
         self._announce([entry])
 
     # Distribution.

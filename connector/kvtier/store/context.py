@@ -200,6 +200,7 @@ class StoreContext:
                 previous=key_mark(entry.previous) if entry.previous else b"",
                 tenant=entry.tenant,
                 expires_at=entry.expires_at,
+                tiers=entry.tiers,
             )
         )
         if failure:

@@ -162,6 +162,9 @@ COUNTERS: dict[str, CounterLabels] = {
         "Eviction notices that ended, by reason.", "acknowledged", "timed_out"
     ),
     "objects_expired": _global("Objects in RAM whose time to live has passed."),
+    "objects_passed_on": _global(
+        "Objects that left RAM after their writes, because no request lets them stay there."
+    ),
     "pins": _global("Objects in RAM that requests have pinned."),
     "pins_ended": _global(
         "Objects that are no longer pinned, by reason.", "expired", "limit", "reclaimed"

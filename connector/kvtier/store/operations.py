@@ -48,7 +48,8 @@ class KeyWaiter(Protocol):
 class Reservation:
     """One open reservation. ``acknowledged``: ranks that have delivered or aborted. A reservation
     that is ``cancelled`` is not committed. ``previous``: key of the chunk before it, or empty.
-    ``tenant``: the account that its bytes belong to until then."""
+    ``tenant``: the account that its bytes belong to until then. ``tiers``: those that the requests
+    which store it let it be stored in; 0: all."""
 
     __slots__ = (
         "acknowledged",
@@ -62,6 +63,7 @@ class Reservation:
         "previous",
         "slot",
         "tenant",
+        "tiers",
     )
 
     def __init__(
@@ -76,6 +78,7 @@ class Reservation:
         self.slot = slot
         self.owner = NO_OWNER
         self.tenant = b""
+        self.tiers = 0
         self.cancelled = False
         self.acknowledged: set[int] = set()
 

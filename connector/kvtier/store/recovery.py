@@ -180,6 +180,7 @@ class RecoveredObjects:
             entry.unverified = record
             entry.tenant = self._resident.accounts.account_of(record.tenant)
             entry.expires_at = record.expires_at
+            entry.tiers = record.tiers
             entry.previous = self._marked.get((record.namespace, record.previous), b"")
             self._resident.commit(entry)
             self._lifetimes.restored(entry)

@@ -30,7 +30,7 @@ from kvtier.hashing import blake3_digest
 from kvtier.store.pool_layout import PoolLayout
 from kvtier.tiers.base import ALIGNMENT_BYTES, ObjectMeta
 
-FORMAT, FORMAT_OF_PARTS = 2, 3
+FORMAT, FORMAT_OF_PARTS = 3, 4
 """Of a pool in one part, and in several. A tierd that knows no parts rejects the second."""
 HEADER_BYTES = 4096
 DIGEST_BYTES = 16
@@ -43,11 +43,12 @@ TABLE_SHARE = 1024
 """A table has at most a thousandth of the pool's bytes, within the two limits above."""
 _MAGIC = b"KVTSLOTS"
 _PREFIX = struct.Struct("<8sI")
-_RECORD = struct.Struct("<4sBBBBQQIIQ16s16s64s8s8sQ")
+_RECORD = struct.Struct("<4sBBBBQQIIQ16s16s64s8s8sII")
 _PREVIOUS_BYTES = 8
 """What a record keeps of the key of the object before its own: enough to find it among the others.
 """
 _RECORD_MAGIC = b"slot"
+_MAX_TIME = (1 << 32) - 1
 _DIGEST_AT = RECORD_BYTES - DIGEST_BYTES
 _EMPTY = bytes(RECORD_BYTES)
 _KINDS = ("xxh3-128", "blake3")
@@ -101,6 +102,7 @@ class SlotRecord:
     ``digest``: ``object_digest``. ``sequence`` increases with every record. ``previous``:
     ``key_mark`` of the object before it in its prefix; empty if there is none or it is not known.
     ``tenant``: empty if it belongs to no tenant. ``expires_at``: seconds since the epoch, 0: never.
+    ``tiers``: bits of the only tiers that it may be stored in, 0: all.
     """
 
     namespace: str
@@ -116,6 +118,7 @@ class SlotRecord:
     previous: bytes = b""
     tenant: bytes = b""
     expires_at: int = 0
+    tiers: int = 0
 
     @property
     def location(self) -> SlotLocation:
@@ -160,7 +163,8 @@ def encode_record(record: SlotRecord, word: bytes) -> bytes:
         record.key,
         record.previous,
         record.tenant,
-        record.expires_at,
+        min(record.expires_at, _MAX_TIME),
+        record.tiers,
     ).ljust(_DIGEST_AT, b"\0")
     return body + blake3_digest(word + body, DIGEST_BYTES)
 
@@ -172,7 +176,7 @@ def decode_record(data: bytes, word: bytes) -> SlotRecord | None:
         return None
     fields = _RECORD.unpack_from(body)
     _, kind, key_bytes, shards, tenant_bytes, offset, start, slots, pages, sequence = fields[:10]
-    namespace, digest, key, previous, tenant, expires_at = fields[10:]
+    namespace, digest, key, previous, tenant, expires_at, tiers = fields[10:]
     if kind >= len(_KINDS) or key_bytes > _MAX_KEY_BYTES or tenant_bytes > len(tenant):
         return None
     return SlotRecord(
@@ -189,6 +193,7 @@ def decode_record(data: bytes, word: bytes) -> SlotRecord | None:
         previous if any(previous) else b"",
         tenant[:tenant_bytes],
         expires_at,
+        tiers,
     )
 
 

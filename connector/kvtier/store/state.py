@@ -147,7 +147,8 @@ class Entry:
       checksum is computed.
     * ``generation``: the slot's generation word; 0 while the object is unverified.
     * ``tenant``: account that its bytes belong to; empty if to no tenant.
-    * ``tiers``: bits of the only secondary tiers that it is written to; 0: all.
+    * ``tiers``: bits of the only tiers that the requests which stored or used it let it be stored
+      in, the memory tier's included; 0: all.
     * ``expires_at``: when it must no longer be used, in seconds of the wall clock; 0: never.
     * ``retained_until``, ``pinned_until``: when these wishes end, in seconds of the store's clock;
       0: there is none. ``due_at``: when ``lifetimes`` looks at the object next; 0: it does not.

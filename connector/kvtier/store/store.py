@@ -137,6 +137,7 @@ class TierStore:
             context, resident, self._tiers, self._allocator, lifetimes, recovery.read_log
         )
         self._writes = WriteThrough(context, resident, self._tiers, write_bytes)
+        self._writes.on_passed(self._allocator.expire)
         self._checksummer = Checksummer(context, resident, self._writes, checksum_bytes)
         self._slot_table = recovery.slot_table
         self._orphans = OrphanedReads(context, pool, recovery.orphaned_reads)
@@ -146,9 +147,11 @@ class TierStore:
         lookups = TierLookups(context, index, self._tiers)
         self._promotions = Promotions(context, sources, self._allocator, self._planner, lookups)
         self._prefetches = Prefetches(context, sources, self._allocator, self._queued, pool_bytes)
-        self._loads = StoreLoads(context, index, sources, self._promotions, self._checksummer)
         self._reservations = Reservations(
             context, pool, index, sources, self._checksummer, self._allocator
+        )
+        self._loads = StoreLoads(
+            context, index, sources, self._promotions, self._reservations, self._checksummer
         )
         self._pool_bytes = pool_bytes
         self._configure_tenants(live)
@@ -397,7 +400,7 @@ class TierStore:
 
     def keep(self, engine: str, keys: Sequence[tuple[int, bytes]], owner: Owner) -> None:
         """A request of ``owner`` uses ``keys``, which it need not load: they are retained or pinned
-        as it asks, as far as they are in RAM."""
+        as it asks, as far as they are in RAM, and are stored in its tiers as well."""
         state = self._engines.get(engine)
         if state is not None:
             self._loads.keep(state, keys, owner)

@@ -23,7 +23,7 @@ from kvtier.store.secondary_tier import SecondaryTiers, reason_of
 from kvtier.store.slot_table import ReadLog
 from kvtier.store.state import Entry, ObjectGeometry, Slot, SlotRequest, SlotState
 from kvtier.store.tier_group import SecondaryTier
-from kvtier.store.types import NO_OWNER, Owner
+from kvtier.store.types import MEMORY_BIT, NO_OWNER, Owner
 from kvtier.tiers.base import ObjectMeta, ObjectRef
 from kvtier.tiers.pieces import reader_of
 
@@ -280,6 +280,8 @@ class TierReads:
         entry.meta = meta
         entry.previous = read.previous or meta.previous
         entry.expires_at = meta.expires_at
+        if meta.limited:
+            entry.tiers = MEMORY_BIT | MEMORY_BIT << read.secondary.index
         read.slot = None
         self._forget(read)
         tenant = meta.tenant or read.owner.tenant

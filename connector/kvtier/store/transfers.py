@@ -22,7 +22,7 @@ from kvtier.store.presence import PresenceIndex
 from kvtier.store.promotion import ObjectSources, Promotions
 from kvtier.store.slot_pool import SlotPool
 from kvtier.store.state import Entry, Slot, SlotState
-from kvtier.store.types import NO_OWNER, ChunkId, LoadExtended, Owner
+from kvtier.store.types import NO_OWNER, ChunkId, LoadExtended, Owner, wider
 from kvtier.store.write_through import Checksummer
 
 MAX_EARLY = 4_096
@@ -30,6 +30,14 @@ MAX_EARLY = 4_096
 ordered."""
 MAX_LOADS = 4_096
 """Per engine. Each request has one load at a time."""
+
+
+def _widen(entry: Entry, owner: Owner) -> bool:
+    """A request uses the object: it may be stored in that request's tiers as well. Returns whether
+    that is new."""
+    before = entry.tiers
+    entry.tiers = wider(before, owner.tiers)
+    return entry.tiers != before
 
 
 class Reservations:
@@ -83,7 +91,7 @@ class Reservations:
             return
         reservation = Reservation(number, engine, group, key, slot)
         reservation.previous = engine.previous(group, chunk.previous)
-        reservation.owner = owner
+        reservation.owner, reservation.tiers = owner, owner.tiers
         reservation.cancelled = self._is_superfluous(
             engine.namespace, key, reservation.previous, owner
         ) or not self._has_tenant_room(reservation)
@@ -124,10 +132,13 @@ class Reservations:
             self._resident.learn_previous(entry, previous)
             self._resident.hit(entry)
             self._lifetimes.stored_again(entry, owner)
+            _widen(entry, owner)
             self._checksummer.persist(entry)
             self._context.count("stores_cancelled", "", "present")
             return True
-        if (namespace, key) in self._open:
+        pending = self._open.get((namespace, key))
+        if pending is not None:
+            pending.tiers = wider(pending.tiers, owner.tiers)
             self._context.count("stores_cancelled", "", "pending")
             return True
         if previous and not self._is_reachable(namespace, previous):
@@ -186,9 +197,12 @@ class Reservations:
         if not reservation.cancelled:
             del self._open[reservation.namespace, reservation.key]
             self._return_tenant_bytes(reservation)
-            if self._resident.get(reservation.namespace, reservation.key) is None:
+            entry = self._resident.get(reservation.namespace, reservation.key)
+            if entry is None:
                 self._commit(engine, reservation)
                 return
+            if _widen(entry, Owner(tiers=reservation.tiers)):
+                self._checksummer.persist(entry)
             self._context.count("stores_cancelled", "", "read_meanwhile")
         self._pool.release(reservation.slot)
 
@@ -198,7 +212,7 @@ class Reservations:
             reservation.namespace, reservation.key, reservation.slot, shards, reservation.persistent
         )
         entry.previous = reservation.previous
-        entry.tenant, entry.tiers = reservation.tenant, reservation.owner.tiers
+        entry.tenant, entry.tiers = reservation.tenant, reservation.tiers
         if entry.persistent and self._seen.note(entry.namespace, entry.key):
             # It occurs again, after it has left RAM.
             entry.uses = 2
@@ -207,6 +221,12 @@ class Reservations:
         self._lifetimes.stored(entry, reservation.owner)
         self._reads.deliver(entry)
         self._checksummer.persist(entry)
+
+    def widen(self, namespace: str, key: bytes, owner: Owner) -> None:
+        """A request uses an object that is being stored."""
+        reservation = self._open.get((namespace, key))
+        if reservation is not None:
+            reservation.tiers = wider(reservation.tiers, owner.tiers)
 
     def cancel_all(self, engine: EngineState) -> None:
         """Cancels the engine's open reservations, because its weights have changed."""
@@ -236,6 +256,7 @@ class StoreLoads:
         index: PresenceIndex,
         sources: ObjectSources,
         promotions: Promotions,
+        reservations: Reservations,
         checksummer: Checksummer,
     ) -> None:
         self._context = context
@@ -244,6 +265,7 @@ class StoreLoads:
         self._index = index
         self._tiers = sources.tiers
         self._promotions = promotions
+        self._reservations = reservations
         self._checksummer = checksummer
 
     def begin(
@@ -283,6 +305,7 @@ class StoreLoads:
                 resident.cancel_eviction(entry)
             if owner.keeps:
                 self._lifetimes.used(entry, owner)
+            _widen(entry, owner)
             resident.learn_previous(entry, previous.get(group, b""))
             previous[group] = entry.key
             resident.pin(entry)
@@ -291,7 +314,7 @@ class StoreLoads:
         engine.loads[number] = entries
         if promotion is not None and not promotion.ended and promotion.announced:
             promotion.load = number
-            promotion.on_end = partial(self._extend, engine, number, list(keys))
+            promotion.on_end = partial(self._extend, engine, number, list(keys), owner)
         elif promotion is not None:
             self._promotions.release(promotion)
         elif promotion_number:
@@ -305,6 +328,7 @@ class StoreLoads:
         engine: EngineState,
         number: int,
         keys: Sequence[tuple[int, bytes]],
+        owner: Owner,
         arrived: Sequence[Entry],
     ) -> None:
         """The promotion of a load that has started has ended: pins what has arrived since then."""
@@ -315,6 +339,7 @@ class StoreLoads:
         for entry, (group, block_hash) in list(zip(arrived, keys, strict=False))[len(entries) :]:
             if entry.key != engine.key(group, block_hash):
                 break
+            _widen(entry, owner)
             self._resident.pin(entry)
             self._resident.hit(entry)
             new.append(entry)
@@ -338,15 +363,20 @@ class StoreLoads:
             self._checksummer.persist(entry)
 
     def keep(self, engine: EngineState, keys: Sequence[tuple[int, bytes]], owner: Owner) -> None:
-        """A request uses these objects, as far as they are in RAM, without loading them."""
+        """A request uses these objects, as far as they are in RAM or on the way there, without
+        loading them."""
         for group, block_hash in keys:
             key = engine.key(group, block_hash)
             if key is None:
                 self._context.violation("unknown_group")
                 return
             entry = self._resident.get(engine.namespace, key)
-            if entry is not None and not entry.evicting and not self._resident.is_expired(entry):
+            if entry is None:
+                self._reservations.widen(engine.namespace, key, owner)
+            elif not entry.evicting and not self._resident.is_expired(entry):
                 self._lifetimes.used(entry, owner)
+                if _widen(entry, owner):
+                    self._checksummer.persist(entry)
 
     def release(self, engine: EngineState, number: int) -> None:
         """No rank has a copy of this load in progress, and none starts one."""

@@ -102,7 +102,7 @@ class Owner(msgspec.Struct, frozen=True, array_like=True):
     ``tenant``: its digest (``kvtier.tenants``), empty without one. ``retain_seconds``: for how long
     the objects are evicted after others. ``pin``: they stay in RAM for as long as they live, or for
     an hour. ``ttl_seconds``: how long what the request stores is used; 0: no limit. ``tiers``: bits
-    of the only secondary tiers that they are written to; 0: all.
+    of the only tiers that the request lets them be stored in, the memory tier's included; 0: all.
     """
 
     tenant: bytes = b""
@@ -118,24 +118,31 @@ class Owner(msgspec.Struct, frozen=True, array_like=True):
 
 
 NO_OWNER = Owner()
+
+
+def wider(tiers: int, others: int) -> int:
+    """The tiers that one of two requests lets an object be stored in; 0: all."""
+    return tiers | others if tiers and others else 0
+
+
 MAX_LIFE_SECONDS = 366 * 86_400
 """Longer times are shortened to this."""
+_TIER_BITS = UNVERIFIED_BIT - 1
 
 
 def checked_owner(owner: Owner) -> Owner | None:
     """The owner that a message names, with times within bounds; None if it cannot be one."""
     if not is_tenant(owner.tenant):
         return None
-    if min(owner.retain_seconds, owner.ttl_seconds, owner.tiers) >= 0 and (
-        max(owner.retain_seconds, owner.ttl_seconds) <= MAX_LIFE_SECONDS
-    ):
+    tiers = max(owner.tiers, 0) & _TIER_BITS
+    if owner.tiers and not tiers:
+        # 0 would be all tiers.
+        tiers = MEMORY_BIT
+    retain = min(max(owner.retain_seconds, 0), MAX_LIFE_SECONDS)
+    life = min(max(owner.ttl_seconds, 0), MAX_LIFE_SECONDS)
+    if (retain, life, tiers) == (owner.retain_seconds, owner.ttl_seconds, owner.tiers):
         return owner
-    return msgspec.structs.replace(
-        owner,
-        retain_seconds=min(max(owner.retain_seconds, 0), MAX_LIFE_SECONDS),
-        ttl_seconds=min(max(owner.ttl_seconds, 0), MAX_LIFE_SECONDS),
-        tiers=max(owner.tiers, 0),
-    )
+    return msgspec.structs.replace(owner, retain_seconds=retain, ttl_seconds=life, tiers=tiers)
 
 
 @dataclass(frozen=True, slots=True)

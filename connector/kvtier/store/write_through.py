@@ -32,6 +32,7 @@ from kvtier.store.memory_tier import ResidentObjects
 from kvtier.store.secondary_tier import SecondaryTiers, WriteBudget, reason_of
 from kvtier.store.state import Entry
 from kvtier.store.tier_group import SecondaryTier
+from kvtier.store.types import MEMORY_BIT
 from kvtier.tenants import OTHERS
 from kvtier.tiers.base import ObjectMeta, Payload
 from kvtier.tiers.checksum import Checksum
@@ -70,6 +71,9 @@ class _Backlog:
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    def __contains__(self, entry: Entry) -> bool:
+        return entry in self._waiting
 
     def _drop_evicted(self, entry: Entry) -> bool:
         if self._resident.get(entry.namespace, entry.key) is entry and not entry.evicting:
@@ -147,8 +151,13 @@ class WriteThrough:
         """Tiers whose backlog has more to be considered."""
         self._missing: Iterator[Entry] | None = None
         """Objects that were stored while some tier was not available."""
+        self._on_passed: Callable[[Entry], None] | None = None
         tiers.on_suspend(self._suspend_tier)
         tiers.on_available(self._write_missing)
+
+    def on_passed(self, handler: Callable[[Entry], None]) -> None:
+        """Registers what removes an object that was in RAM only to be written elsewhere."""
+        self._on_passed = handler
 
     def __len__(self) -> int:
         """Writes that run or wait, in the backlog as well. Not those that have failed, whatever is
@@ -223,6 +232,20 @@ class WriteThrough:
                 continue
             self._write(self._tiers.target(group, entry.ref), entry, meta)
 
+    def pass_on(self, entry: Entry) -> None:
+        """Removes an object from RAM that nothing uses, if no request lets it stay there and no
+        write of it runs, waits, or is tried again."""
+        if not entry.tiers or entry.tiers & MEMORY_BIT or entry.busy or entry.pins:
+            return
+        if entry.evicting or entry.pinned_until or entry.retained_until or self._context.fenced:
+            return
+        if self._resident.get(entry.namespace, entry.key) is not entry:
+            return
+        waiting = (*self._backlogs.values(), *self._failed.values())
+        if self._on_passed is not None and not any(entry in backlog for backlog in waiting):
+            self._context.count("objects_passed_on")
+            self._on_passed(entry)
+
     def _write_missing(self) -> None:
         """A tier has become available. Writes what was stored before, which would otherwise wait
         for its next use."""
@@ -247,12 +270,13 @@ class WriteThrough:
         secondary.pending_store_bytes += size
         entry.busy |= secondary.bit
         self._resident.pin(entry)
-        if entry.previous or entry.tenant or entry.expires_at:
+        if entry.previous or entry.tenant or entry.expires_at or entry.tiers or meta.limited:
             meta = replace(
                 meta,
                 previous=entry.previous or meta.previous,
                 tenant=entry.tenant if entry.tenant != OTHERS else meta.tenant,
                 expires_at=entry.expires_at,
+                limited=bool(entry.tiers),
             )
         payload = context.payload(entry.slot, size)
         work = partial(writer_of(secondary.tier, payload), entry.ref, payload, meta)
@@ -314,6 +338,7 @@ class WriteThrough:
                 self._retry_later(secondary, entry)
         for member in members:
             self._draw(member)
+        self.pass_on(entry)
 
     def _retry_later(self, secondary: SecondaryTier, entry: Entry) -> None:
         """A write has failed. Another one will be tried later."""
@@ -486,6 +511,7 @@ class Checksummer:
             if error is not None:
                 self._context.unexpected.note("checksumming", error)
         self._resident.unpin(entry)
+        self._writes.pass_on(entry)
         waiting = self._backlog.first()
         if waiting is not None:
             self._backlog.remove(waiting)

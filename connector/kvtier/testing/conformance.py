@@ -8,6 +8,7 @@ class TestMyTier(TierSuite):
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,11 @@ class TierSuite:
         assert tier.usage().objects == 1
         tier.delete(ref)
         tier.delete(ref)
+
+    def test_the_limit_of_an_object_is_kept(self, tier: Tier) -> None:
+        ref, payload, meta = make_object(8)
+        tier.write(ref, payload, replace(meta, limited=True))
+        assert tier.read(ref, payload).limited, "it could be written to other tiers"
 
     def test_an_object_of_another_size_is_corrupt(self, tier: Tier) -> None:
         ref, payload, meta = make_object(4, (8_192,))

@@ -18,6 +18,7 @@ from kvtier.errors import KVTierError
 from kvtier.store.cost_model import Prefill, PrefixCost
 from kvtier.store.store import TierStore
 from kvtier.store.types import (
+    MEMORY_BIT,
     NO_OWNER,
     ChunkId,
     CreditsGranted,
@@ -271,7 +272,7 @@ class Dispatcher:
         elif isinstance(message, Load):
             owner = self._owner(message.owner)
             pinned = store.load(name, message.load, message.promotion, message.keys, owner)
-            self._send(session.route, LoadPinned(load=message.load, keys=pinned))
+            self._send_to_workers(engine, LoadPinned(load=message.load, keys=pinned))
         elif isinstance(message, Keep):
             store.keep(name, message.keys, self._owner(message.owner))
         elif isinstance(message, LoadReleased):
@@ -285,11 +286,12 @@ class Dispatcher:
             self._counters.add("protocol_violations", "", f"scheduler_{type(message).__name__}")
 
     def _owner(self, owner: Owner) -> Owner:
-        """The owner that a message names. One that cannot be is none."""
+        """The owner that a message names. One that cannot be is none, and limited to RAM if it
+        limits the tiers."""
         found = checked_owner(owner)
         if found is None:
             self._counters.add("protocol_violations", "", "owner")
-            return NO_OWNER
+            return Owner(tiers=MEMORY_BIT) if owner.tiers else NO_OWNER
         return found
 
     def _owners(self, message: Reserve) -> Iterator[Owner]:
@@ -342,18 +344,22 @@ class Dispatcher:
             if engine.info is not None and engine.info.persistent:
                 self._describe(engine.info.namespace, engine.canonical)
 
+    def _send_to_workers(self, engine: EngineSessions, message: Message) -> None:
+        for session in engine.workers.values():
+            self._send(session.route, message)
+
     def _send_to_scheduler(
         self, event: CreditsGranted | PromotionEnded | PromotionArriving | LoadExtended
     ) -> None:
         engine = self._engines.get(event.engine)
         if engine is None or engine.scheduler is None:
             return
+        if isinstance(event, LoadExtended):
+            self._send_to_workers(engine, LoadPinned(load=event.load, keys=event.keys))
+            return
         route = engine.scheduler.route
         if isinstance(event, CreditsGranted):
             self._send(route, Credits(group=event.group, slots=event.slots))
-            return
-        if isinstance(event, LoadExtended):
-            self._send(route, LoadPinned(load=event.load, keys=event.keys))
             return
         # A promotion's keys must be in the replica before its end is announced.
         self._publisher.flush()

@@ -193,8 +193,8 @@ class Cancel(Message, frozen=True, kw_only=True):
 
 class Load(Message, frozen=True, kw_only=True):
     """Scheduler: the workers load ``keys`` from the slots that a ``Delta`` or ``Promoted`` named.
-    tierd keeps them in RAM until ``LoadReleased``, and answers ``LoadPinned``. The copies do not
-    wait for the answer.
+    tierd keeps them in RAM until ``LoadReleased``, and tells the workers so (``LoadPinned``). The
+    copies do not wait for that.
 
     ``promotion``: the one that prepared it, 0 if none; its pins pass to the load. ``owner``: of the
     request.
@@ -354,8 +354,8 @@ class Arriving(Message, frozen=True, kw_only=True):
 
 
 class LoadPinned(Message, frozen=True, kw_only=True):
-    """To a scheduler: the first ``keys`` keys of this load stay in their slots until
-    ``LoadReleased``."""
+    """To the workers of the engine: the first ``keys`` keys of this load stay in their slots until
+    ``LoadReleased``. It may arrive before the load."""
 
     load: int
     keys: int

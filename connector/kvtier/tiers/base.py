@@ -53,6 +53,8 @@ class ObjectMeta:
     empty if it is the first or that is not known. A tier need not store it. ``tenant``: whom it
     belongs to (``kvtier.tenants``), empty if to no tenant. ``expires_at``: when it must no longer
     be used, in seconds since the epoch; 0: never. Only tiers that ``expires`` store that.
+    ``limited``: a request wants it to be in no other secondary tier than those that it was written
+    to; every tier stores that.
     """
 
     shard_bytes: tuple[int, ...]
@@ -61,6 +63,7 @@ class ObjectMeta:
     previous: bytes = field(default=b"", compare=False)
     tenant: bytes = field(default=b"", compare=False)
     expires_at: int = field(default=0, compare=False)
+    limited: bool = field(default=False, compare=False)
 
     @property
     def payload_bytes(self) -> int:

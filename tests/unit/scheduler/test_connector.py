@@ -92,7 +92,7 @@ def directory(tmp_path: Path) -> Path:
 def connector(directory: Path) -> Iterator[KVTierConnector]:
     """A scheduler-role connector over a testbed's scheduler side."""
     made = KVTierConnector(_config(directory), KVConnectorRole.SCHEDULER, _caches(_full()))
-    assert made._off_reason == ""
+    assert made._guard.off_reason == ""
     scheduler = made._scheduler
     assert scheduler is not None
     yield made
@@ -158,7 +158,7 @@ def test_invalid_configuration_turns_kvtier_off(
     if change == "topology":
         (directory / "structural.json").write_text("{")
     made = KVTierConnector(config, KVConnectorRole.SCHEDULER, _caches(_full()))
-    assert made._off_reason
+    assert made._guard.off_reason
 
 
 def test_unexpected_errors_in_the_constructor_turn_kvtier_off(
@@ -169,7 +169,7 @@ def test_unexpected_errors_in_the_constructor_turn_kvtier_off(
 
     monkeypatch.setattr(connector_module, "planner_for", broken)
     made = KVTierConnector(_config(directory), KVConnectorRole.SCHEDULER, _caches(_full()))
-    assert "ZeroDivisionError" in made._off_reason
+    assert "ZeroDivisionError" in made._guard.off_reason
     made.shutdown()
 
 
@@ -228,7 +228,7 @@ def test_after_an_unexpected_exception_kvtier_rearms_with_back_off_a_few_times_a
     testbed.hold(old.keys(0, 4))
 
     def step_and_ask(request_id: str) -> int | None:
-        if not connector._off_reason or now >= connector._rearm_at:
+        if not connector._guard.off_reason or now >= connector._guard.rearm_at:
             testbed.built = connector.build_connector_meta(_empty_step())  # type: ignore[arg-type, assignment]
         request = testbed.requests.get(request_id) or testbed.request(300, request_id)
         return connector.get_num_new_matched_tokens(request, 0)[0]  # type: ignore[arg-type]
@@ -420,7 +420,7 @@ def _turned_off(config: Any, role: KVConnectorRole, caches: KVCacheConfig) -> st
     assert stats is not None
     assert stats.data["off"] == {"UnsupportedGeometryError": 1}
     assert made.get_num_new_matched_tokens(SimpleNamespace(), 0) == (0, False)
-    return made._off_reason
+    return made._guard.off_reason
 
 
 @pytest.mark.parametrize("role", list(KVConnectorRole))

@@ -87,7 +87,7 @@ class _Run:
         config = SimpleNamespace(kv_transfer_config=transfer)
         caches = SimpleNamespace(kv_cache_groups=[])
         connector = KVTierConnector(config, KVConnectorRole.SCHEDULER, caches)  # type: ignore[arg-type]
-        connector._off_reason = ""
+        connector._guard.off_reason = ""
         self.connector = connector
         self.testbed = SchedulerTestbed()
         self.connector._scheduler = self.testbed.scheduler
@@ -147,4 +147,4 @@ def test_an_error_in_any_call_of_the_hooks_forgets_no_load_and_no_block(tmp_path
             run.step()
         assert run.jobs == ({"second": 1} if run.waits else {}), place
         assert run.testbed.pool.referenced() == [], place
-        assert run.connector._hook_errors, place
+        assert run.connector._guard.errors, place

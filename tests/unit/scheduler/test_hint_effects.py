@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from tests.unit.scheduler.scheduler_testbed import (
     CHUNK,
@@ -14,9 +15,13 @@ from tests.unit.scheduler.scheduler_testbed import (
     SchedulerTestbed,
 )
 
+from kvtier.config.models import LiveTier, StorePolicy
+from kvtier.engines.common import scheduler_stores
+from kvtier.engines.common.scheduler_stores import RECENTLY_COMMITTED_SECONDS
+from kvtier.engines.vllm.metrics import KVTierStats
 from kvtier.engines.vllm.queued_prefixes import KEPT_SECONDS, MAX_KEPT
-from kvtier.store.types import UNVERIFIED_BIT
-from kvtier.tierd.wire import Cancel, Prefetch, Promote, Reserve, Usable
+from kvtier.store.types import UNVERIFIED_BIT, Owner
+from kvtier.tierd.wire import Cancel, Keep, Load, Prefetch, Promote, Reserve, Usable
 
 
 @pytest.fixture
@@ -144,21 +149,172 @@ def test_keys_that_no_index_has_are_looked_up_in_named_tiers_only(
     assert testbed.client.take(Promote)[0].look_up
 
 
-def test_a_store_that_cannot_be_kept_out_of_a_tier_is_refused(testbed: SchedulerTestbed) -> None:
-    testbed.client.credit(8)
-    request = hinted(testbed, tiers=["ram", "disk"])
-    assert testbed.ask(request) == 0
-    testbed.run({"r": 300})
+def computed(testbed: SchedulerTestbed, name: str, seed: int, **hints: Any) -> FakeRequest:
+    """A request that finishes at once. What it stores is planned by the next step."""
+    request = hinted(testbed, name, seed, **hints)
+    testbed.ask(request)
+    testbed.run({name: 300})
     testbed.finish(request)
-    assert testbed.build().stores == []
-    assert testbed.scheduler.stores.dropped == {"tiers": 4}
-    everywhere = hinted(testbed, "all", 1, tiers=["nfs", "ram", "disk"])
-    assert testbed.ask(everywhere) == 0
-    testbed.run({"all": 300})
-    testbed.finish(everywhere)
+    return request
+
+
+@pytest.mark.parametrize(
+    ("tiers", "bits"),
+    [
+        (["ram"], RAM),
+        (["disk"], DISK),
+        (["disk", "ram"], RAM | DISK),
+        (["nfs", "nfs"], NFS),
+        (["nfs", "ram", "disk"], 0),
+    ],
+)
+def test_stores_name_the_tiers_that_the_request_allows(
+    testbed: SchedulerTestbed, tiers: list[str], bits: int
+) -> None:
+    testbed.client.credit(8)
+    computed(testbed, "r", 0, tiers=tiers)
     testbed.build()
     (reserve,) = testbed.client.take(Reserve)
     assert len(reserve.items) == 4
+    assert reserve.owners == (((4, Owner(tiers=bits)),) if bits else ())
+    assert testbed.scheduler.stores.dropped == {}
+
+
+def test_a_store_that_no_named_tier_takes_is_refused(testbed: SchedulerTestbed) -> None:
+    testbed.client.credit(8)
+    tiers = {"disk": LiveTier(store_policy=StorePolicy.NONE), "nfs": LiveTier()}
+    live = testbed.scheduler.session.live.model_copy(update={"tiers": tiers})
+    testbed.scheduler.session.live = live
+    computed(testbed, "r", 0, tiers=["disk"])
+    assert testbed.build().stores == []
+    assert testbed.scheduler.stores.dropped == {"tiers": 4}
+    computed(testbed, "second", 1, tiers=["disk", "nfs"])
+    testbed.build()
+    assert testbed.client.take(Reserve)[0].owners == ((4, Owner(tiers=DISK | NFS)),)
+    # An engine without an identity that lasts uses no secondary tier.
+    ready = testbed.scheduler.session.ready
+    assert ready is not None
+    testbed.scheduler.session.ready = msgspec.structs.replace(ready, persistent=False)
+    computed(testbed, "third", 2, tiers=["nfs"])
+    assert testbed.build().stores == []
+    assert testbed.scheduler.stores.dropped == {"tiers": 8}
+
+
+@pytest.mark.parametrize(
+    "hints",
+    [
+        {"tiers": ["tape"]},
+        {"tiers": ["ram", "tape"]},
+        {"tiers": "ram"},
+        {"tiers": []},
+        {"tiers": ["ram"], "retain": -1},
+        {"skip_store": "yes"},
+        {"skip_store": True, "no_such_hint": 1},
+    ],
+)
+def test_nothing_is_stored_under_a_limit_that_could_not_be_read(
+    testbed: SchedulerTestbed, hints: dict[str, Any]
+) -> None:
+    testbed.client.credit(8)
+    request = hinted(testbed, **hints)
+    testbed.hold(request.keys(0, 2))
+    assert testbed.ask(request) == 2 * CHUNK, "it is served as one without hints"
+    testbed.run({"r": 300})
+    testbed.run({"r": 1})
+    testbed.finish(request)
+    assert testbed.build().stores == []
+    assert testbed.scheduler.stores.dropped == {"invalid_hints": 2}
+    stats = KVTierStats()
+    testbed.scheduler.collect_stats(stats)
+    assert sum(stats.data["rejected_hints"].values()) == 1
+    assert stats.data["dropped_stores"] == {"invalid_hints": 2}
+
+
+class TestUnionOfLimits:
+    """Of two requests with the same chunks, each lets them be stored in its own tiers."""
+
+    def keeps(self, testbed: SchedulerTestbed) -> list[tuple[int, int]]:
+        """How many keys were named to tierd, and the tiers, for each message."""
+        return [(len(each.keys), each.owner.tiers) for each in testbed.client.take(Keep)]
+
+    def test_tierd_learns_of_a_request_that_finds_its_chunks_stored(
+        self, testbed: SchedulerTestbed
+    ) -> None:
+        testbed.client.credit(16)
+        first = computed(testbed, "first", 0, tiers=["ram"])
+        testbed.build()
+        testbed.hold(first.keys(0, 4), RAM)
+        assert self.keeps(testbed) == []
+        # In GPU memory, so nothing of it is loaded.
+        computed(testbed, "second", 0, tiers=["ram"], skip_load=True)
+        testbed.build()
+        assert self.keeps(testbed) == []
+        computed(testbed, "third", 0, tiers=["nfs"], skip_load=True)
+        testbed.build()
+        assert self.keeps(testbed) == [(4, NFS)]
+        computed(testbed, "fourth", 0, skip_load=True)
+        testbed.build()
+        assert self.keeps(testbed) == [(4, 0)]
+        computed(testbed, "fifth", 0, skip_load=True)
+        testbed.build()
+        assert self.keeps(testbed) == [], "sent again"
+        assert len(testbed.client.take(Reserve)) == 1
+
+    def test_of_chunks_whose_store_has_not_begun(self, testbed: SchedulerTestbed) -> None:
+        computed(testbed, "first", 0, tiers=["ram"])
+        computed(testbed, "second", 0, tiers=["disk"])
+        testbed.client.credit(8)
+        testbed.build()
+        testbed.build()
+        (reserve,) = testbed.client.take(Reserve)
+        assert len(reserve.items) == 4
+        assert reserve.owners == ((4, Owner(tiers=RAM | DISK)),)
+
+    def test_a_chunk_that_is_stored_anew_has_the_limit_of_its_new_request(
+        self, testbed: SchedulerTestbed
+    ) -> None:
+        testbed.client.credit(16)
+        first = computed(testbed, "first", 0, tiers=["ram"])
+        testbed.build()
+        testbed.hold(first.keys(0, 4), RAM)
+        computed(testbed, "second", 0, skip_load=True)
+        testbed.build()
+        assert self.keeps(testbed) == [(4, 0)]
+        testbed.client.take(Reserve)
+        testbed.client.delta(removed=dict.fromkeys(first.keys(0, 4), RAM))
+        testbed.report(done={1: 1, 2: 1, 3: 1, 4: 1})
+        testbed.now += RECENTLY_COMMITTED_SECONDS
+        computed(testbed, "third", 0, tiers=["ram"])
+        testbed.build()
+        (reserve,) = testbed.client.take(Reserve)
+        assert reserve.owners == ((4, Owner(tiers=RAM)),)
+
+    def test_a_request_that_stores_nothing_adds_no_tier(self, testbed: SchedulerTestbed) -> None:
+        testbed.client.credit(16)
+        first = computed(testbed, "first", 0, tiers=["ram"])
+        testbed.build()
+        testbed.hold(first.keys(0, 4), RAM)
+        computed(testbed, "second", 0, skip_load=True, skip_store=True)
+        testbed.build()
+        assert self.keeps(testbed) == []
+        third = hinted(testbed, "third", 0, skip_store=True)
+        loaded = testbed.ask(third)
+        assert loaded
+        testbed.admit(third, 0, loaded)
+        assert testbed.client.take(Load)[0].owner == Owner(tiers=RAM)
+
+    def test_what_is_remembered_is_bounded(
+        self, testbed: SchedulerTestbed, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(scheduler_stores, "MAX_LIMITED_KEYS", 6)
+        testbed.client.credit(16)
+        computed(testbed, "first", 0, tiers=["ram"])
+        computed(testbed, "second", 1, tiers=["disk"])
+        testbed.build()
+        assert len(testbed.scheduler.stores._limited) == 6
+        owners = [run for each in testbed.client.take(Reserve) for run in each.owners]
+        # The limits of those that it has forgotten are those of their requests.
+        assert owners == [(4, Owner(tiers=RAM)), (4, Owner(tiers=DISK))]
 
 
 def test_the_queue_prefetches_what_the_hints_leave(testbed: SchedulerTestbed) -> None:
@@ -234,12 +390,31 @@ def test_nothing_is_prefetched_that_is_in_ram(testbed: SchedulerTestbed) -> None
     assert testbed.scheduler.queue.outcomes == {"nothing_missing": 1}
 
 
-def test_a_prefetch_that_tierd_does_not_take_is_not_counted_as_needless(
+def test_a_prefetch_that_the_client_has_no_room_for_is_sent_in_a_later_step(
     testbed: SchedulerTestbed,
 ) -> None:
     testbed.client.accepts = False
     prefetching(testbed)
+    testbed.build()
+    assert testbed.scheduler.queue.outcomes == {}
+    testbed.client.accepts = True
+    testbed.build()
+    testbed.build()
+    assert len(testbed.client.take(Prefetch)) == 1
+    assert testbed.scheduler.queue.outcomes == {"started": 1}
+
+
+def test_a_prefetch_that_tierd_does_not_take_in_its_time_is_not_counted_as_needless(
+    testbed: SchedulerTestbed,
+) -> None:
+    testbed.client.accepts = False
+    prefetching(testbed)
+    testbed.now += KEPT_SECONDS
+    testbed.build()
     assert testbed.scheduler.queue.outcomes == {"not_ready": 1}
+    testbed.client.accepts = True
+    testbed.build()
+    assert testbed.client.take(Prefetch) == []
 
 
 def test_a_prefetch_waits_for_tierd_for_a_bounded_time() -> None:

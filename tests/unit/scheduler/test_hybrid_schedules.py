@@ -71,7 +71,7 @@ def test_a_prompt_is_reloaded_in_every_layout(layout: str, ranks: int, directory
     assert world.finished == {"first", "second"}
     assert sum(world.kvtier.loads.in_flight.loaded_tokens.values()) >= 4 * CHUNK
     assert not world.kvtier.loads.in_flight.counts.failures
-    assert world.connector._off_reason == ""
+    assert world.connector._guard.off_reason == ""
 
 
 def _missing(layout: str, ranks: int, random: Random) -> frozenset[tuple[int, int]]:
@@ -156,7 +156,7 @@ def run_schedule(seed: int, directory: Path) -> World:
         world.attach()
     world.drain()
     assert len(world.finished) == number
-    assert world.connector._off_reason == ""
+    assert world.connector._guard.off_reason == ""
     return world
 
 

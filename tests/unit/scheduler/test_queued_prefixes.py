@@ -296,6 +296,76 @@ def test_a_tierd_that_takes_no_messages_is_told_nothing_and_owed_nothing(
     assert testbed.client.sent == []
 
 
+def test_what_the_client_has_no_room_for_is_sent_in_the_first_step_that_has_room(
+    testbed: SchedulerTestbed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queued_prefixes, "MAX_CHUNKS_PER_STEP", 8)
+    requests = [queued(testbed, f"r{seed}", seed, RAM) for seed in range(3)]
+    testbed.client.accepts = False
+    testbed.build()
+    gone = requests.pop(1)
+    testbed.finish(gone, "FINISHED_ABORTED")
+    testbed.client.delta(removed={requests[0].key(3): RAM})
+    testbed.client.accepts = True
+    testbed.build()
+    named = protected(testbed)
+    assert [keys for _, keys in named] == [[requests[0].key(2)], [requests[1].key(3)]], (
+        "what is in RAM now, and in the order of the queue"
+    )
+    for _ in range(2):
+        testbed.build()
+    assert protected(testbed) == [], "each once"
+    assert testbed.client.take(Cancel) == [], "tierd knew nothing of the one that is gone"
+    for number, request in zip([number for number, _ in named], requests, strict=True):
+        testbed.finish(request, "FINISHED_ABORTED")
+        assert [each.promotion for each in testbed.client.take(Cancel)] == [number]
+
+
+def test_a_client_without_room_is_asked_for_a_bounded_number_of_requests_per_step(
+    testbed: SchedulerTestbed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queued_prefixes, "MAX_CHUNKS_PER_STEP", 8)
+    for seed in range(6):
+        queued(testbed, f"r{seed}", seed, RAM)
+    queue = testbed.scheduler.queue
+    looked_up: list[str] = []
+    look_up = queue._look_up
+    monkeypatch.setattr(
+        queue, "_look_up", lambda state: looked_up.append(state.request_id) or look_up(state)
+    )
+    testbed.client.accepts = False
+    for _ in range(3):
+        testbed.build()
+    assert looked_up == ["r0", "r1"] * 3
+    testbed.client.accepts = True
+    for _ in range(4):
+        testbed.build()
+    assert len(protected(testbed)) == 6
+
+
+def test_a_prefetch_that_the_client_has_no_room_for_follows_its_request(
+    testbed: SchedulerTestbed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The announcement of the queue was the last message that the client had room for."""
+    request = queued(testbed, "r", 1)
+    send = testbed.scheduler.session.send
+    monkeypatch.setattr(
+        testbed.scheduler.session,
+        "send",
+        lambda message: not isinstance(message, Prefetch) and send(message),
+    )
+    testbed.build()
+    ((number, _),) = protected(testbed)
+    assert testbed.client.take(Prefetch) == []
+    monkeypatch.undo()
+    testbed.build()
+    (message,) = testbed.client.take(Prefetch)
+    assert (message.queued, len(message.keys)) == (number, 4)
+    assert protected(testbed) == []
+    testbed.ask(request)
+    assert message.promotion in [each.promotion for each in testbed.client.take(Cancel)]
+
+
 def test_of_several_groups_the_last_object_of_each_is_named() -> None:
     testbed = GroupsTestbed()
     request = testbed.request(4 * CHUNK + 5)

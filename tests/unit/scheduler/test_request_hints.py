@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.scheduler.scheduler_testbed import SchedulerTestbed
 
-from kvtier.engines.common.hints import NO_HINTS, RequestHints
+from kvtier.engines.common.hints import INVALID_HINTS, NO_HINTS, RequestHints
 from kvtier.engines.vllm.metrics import KVTierStats
 from kvtier.engines.vllm.request_hints import FIELDS, LOG_SECONDS, MAX_PARAMETERS, HintReader
 
@@ -132,25 +132,34 @@ def test_a_wrong_value_makes_all_hints_of_the_request_have_no_effect(
     values: dict[str, Any], reason: str
 ) -> None:
     for wrong in (values, {"skip_load": True, "retain": 5, **values}):
-        assert _read(_request(_parameters(wrong))) == (NO_HINTS, {reason: 1})
-        assert _read(_request(hints=_envelope(wrong))) == (NO_HINTS, {reason: 1})
+        expected = INVALID_HINTS if {"tiers", "skip_store"} & wrong.keys() else NO_HINTS
+        assert _read(_request(_parameters(wrong))) == (expected, {reason: 1})
+        assert _read(_request(hints=_envelope(wrong))) == (expected, {reason: 1})
+    # A limit of what is stored that has no effect would be broken.
+    for limit in ({"tiers": ["ram"]}, {"skip_store": True}):
+        wrong = {**limit, **values}
+        assert _read(_request(_parameters(wrong))) == (INVALID_HINTS, {reason: 1})
+        assert _read(_request(hints=_envelope(wrong))) == (INVALID_HINTS, {reason: 1})
 
 
 @pytest.mark.parametrize(
-    ("envelope", "reason"),
+    ("envelope", "reason", "hints"),
     [
-        (_envelope(ALL, version="2"), "version"),
-        (_envelope(ALL, version=1), "version"),
-        (_envelope(ALL, times=2), "duplicate"),
-        (_envelope(None), "type"),
-        (_envelope([("skip_load", True)]), "type"),
-        (_envelope({3: True}), "type"),
-        (SimpleNamespace(actions=[SimpleNamespace(action_type="kvtier")]), "type"),
+        (_envelope(ALL, version="2"), "version", INVALID_HINTS),
+        (_envelope({"pin": True}, version="2"), "version", NO_HINTS),
+        (_envelope(ALL, version=1), "version", INVALID_HINTS),
+        (_envelope(ALL, times=2), "duplicate", INVALID_HINTS),
+        (_envelope(None), "type", INVALID_HINTS),
+        (_envelope([("skip_load", True)]), "type", INVALID_HINTS),
+        (_envelope({3: True}), "type", NO_HINTS),
+        (SimpleNamespace(actions=[SimpleNamespace(action_type="kvtier")]), "type", INVALID_HINTS),
     ],
 )
-def test_a_wrong_action_is_not_replaced_by_the_parameters(envelope: Any, reason: str) -> None:
+def test_a_wrong_action_is_not_replaced_by_the_parameters(
+    envelope: Any, reason: str, hints: RequestHints
+) -> None:
     request = _request(_parameters(ALL), envelope)
-    assert _read(request) == (NO_HINTS, {reason: 1})
+    assert _read(request) == (hints, {reason: 1})
 
 
 def test_nothing_is_read_from_a_dictionary_that_is_too_large() -> None:
@@ -158,6 +167,8 @@ def test_nothing_is_read_from_a_dictionary_that_is_too_large() -> None:
     assert _read(_request(many)) == (NO_HINTS, {})
     assert _read(_request({**many, "kvtier.pin": True})) == (NO_HINTS, {"too_many": 1})
     assert _read(_request({**many, "another": 1})) == (NO_HINTS, {})
+    many = {**many, "kvtier.tiers": ["ram"]}
+    assert _read(_request(many)) == (INVALID_HINTS, {"too_many": 1})
 
 
 class _Hostile(dict[str, Any]):
@@ -166,7 +177,8 @@ class _Hostile(dict[str, Any]):
 
 
 def test_objects_that_raise_do_not_reach_the_engine() -> None:
-    assert _read(_request(_Hostile(_parameters(ALL)))) == (NO_HINTS, {"type": 1})
+    assert _read(_request(_Hostile(_parameters(ALL)))) == (INVALID_HINTS, {"type": 1})
+    assert _read(_request(_Hostile(_parameters({"pin": True})))) == (NO_HINTS, {"type": 1})
 
 
 @given(
@@ -183,7 +195,8 @@ def test_any_json_is_either_read_or_counted_once(parameters: dict[str, Any]) -> 
     hints, rejected = _read(_request(parameters))
     assert sum(rejected.values()) <= 1
     if rejected:
-        assert hints == NO_HINTS
+        limits = {"kvtier.tiers", "kvtier.skip_store"} & parameters.keys()
+        assert hints == (INVALID_HINTS if limits else NO_HINTS)
     assert 0 <= hints.retain_seconds <= 7 * 86_400
     assert hints.tiers is None or hints.tiers <= set(TIERS)
 

@@ -24,9 +24,14 @@ from tests.unit.scheduler.scheduler_testbed import (
 from kvtier.config.writer import write
 from kvtier.engines.common.worker_loads import IDENTITY_CHANGED
 from kvtier.engines.vllm import counters
-from kvtier.engines.vllm.connector import tier_names
 from kvtier.engines.vllm.load_records import MAX_DURATIONS, LoadCounts
-from kvtier.engines.vllm.metrics import MAX_OBSERVATIONS, KVTierPromMetrics, KVTierStats
+from kvtier.engines.vllm.metrics import (
+    MAX_OBSERVATIONS,
+    KVTierPromMetrics,
+    KVTierStats,
+    add_worker_counts,
+    tier_names,
+)
 from kvtier.store.types import PromotionOutcome
 from kvtier.tierd.wire import LiveSettings, Promote, Usable
 
@@ -193,6 +198,19 @@ def test_the_tiers_of_the_metrics_are_those_of_the_topology(tmp_path: Path) -> N
     assert tier_names(None) == ()
 
 
+def test_only_one_rank_counts_the_chunks_that_all_store_together() -> None:
+    counts = {"stores_delivered": 3, "stored_bytes": 30, "loads_whole": 2, "refused": 1}
+    ranks = [KVTierStats(), KVTierStats()]
+    for stats, chunk_tokens in zip(ranks, (64, 0), strict=True):
+        add_worker_counts(stats, counts, chunk_tokens)
+    assert ranks[0].aggregate(ranks[1]).data == {
+        "stored_chunks": {"": 3},
+        "stored_tokens": {"": 192},
+        "stored_bytes": {"": 60},
+        "worker_events": {"refused": 2},
+    }
+
+
 def test_an_unregistered_counter_fails_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("new", ""), ("load_failures", "new"), ("stored_tokens", "new")):
         monkeypatch.setattr(counters, "strict", True)
@@ -232,6 +250,8 @@ SOURCES = {
     "_drop_held": ("dropped_stores", 1),
     "_drop_planned": ("dropped_stores", 0),
     "_guarded": ("errors", 0),
+    "guarded": ("errors", 0),
+    "_results": ("errors", 0),
 }
 ATTRIBUTES = {
     "failures": "load_failures",

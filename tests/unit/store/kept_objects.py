@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from kvtier.store.store import TierStore
-from kvtier.store.types import NO_OWNER, Owner
+from kvtier.store.types import MEMORY_BIT, NO_OWNER, Owner
 from kvtier.tenants import UNLIMITED
 
 A, B, C = (letter * 8 for letter in (b"a", b"b", b"c"))
@@ -19,6 +19,8 @@ OWNERS = (
     Owner(A, pin=True, ttl_seconds=20),
     Owner(retain_seconds=600, pin=True),
     Owner(C, ttl_seconds=3),
+    Owner(tiers=1),
+    Owner(B, tiers=2),
 )
 LATE_SECONDS = 1.2
 """An object that has expired is gone at the latest after that, if nothing uses it."""
@@ -29,10 +31,18 @@ def check_kept_objects(store: TierStore, now: float) -> None:
     check_accounts(store)
     check_shares(store)
     check_pins(store)
+    check_limits(store)
     for entry in store._resident.entries():
         late = entry.expires_at and entry.expires_at + LATE_SECONDS < now
         if late and not store._context.fenced:
             assert entry.pins or entry.evicting, "an expired object is still in RAM"
+
+
+def check_limits(store: TierStore) -> None:
+    """Nothing is being written to a tier that no request lets it be stored in."""
+    for entry in store._resident.entries():
+        written_to = entry.busy & ~MEMORY_BIT
+        assert not entry.tiers or not written_to & ~entry.tiers, "written to another tier"
 
 
 def check_accounts(store: TierStore) -> None:

@@ -451,7 +451,7 @@ def test_a_load_pins_until_the_scheduler_releases_it(
     case: TierdTestbed, start: Start, peers: Callable[..., Peer]
 ) -> None:
     from kvtier.store.generations import unpack_location
-    from kvtier.tierd.wire import Load, LoadReleased
+    from kvtier.tierd.wire import Load, LoadPinned, LoadReleased
 
     start()
     scheduler, worker = pair(peers)
@@ -464,6 +464,7 @@ def test_a_load_pins_until_the_scheduler_releases_it(
     assert unpack_location(location)[0] == slot
     scheduler.send(Load(load=7, promotion=0, keys=((0, block_hash(1)), (0, block_hash(2)))))
     wait_for(lambda: case.pool("pinned") == 65_536, "it is pinned")
+    assert worker.receive(LoadPinned) == LoadPinned(load=7, keys=1), "the workers are told"
     scheduler.send(LoadReleased(load=7))
     wait_for(lambda: case.pool("pinned") == 0, "it is unpinned")
 

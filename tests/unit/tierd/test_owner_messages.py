@@ -71,7 +71,23 @@ def test_an_impossible_tenant_is_no_tenant_and_counted(tenant: bytes) -> None:
 
 def test_impossible_times_are_brought_within_bounds() -> None:
     found = checked_owner(Owner(A, -5, True, 10**18, -1))
-    assert found == Owner(A, 0, True, MAX_LIFE_SECONDS, 0)
+    assert found == Owner(A, 0, True, MAX_LIFE_SECONDS, 1)
+
+
+@pytest.mark.parametrize(
+    ("tiers", "kept"), [(0, 0), (1, 1), (6, 6), (-1, 1), (-(1 << 16), 1), (1 << 40, 1)]
+)
+def test_tiers_that_cannot_be_limit_an_object_to_ram_at_least(tiers: int, kept: int) -> None:
+    found = checked_owner(Owner(tiers=tiers))
+    assert found is not None
+    assert found.tiers == kept
+    tierd = Tierd()
+    tierd.reserve(range(2), (2, Owner(b"short", tiers=tiers)))
+    for chunk in range(2):
+        tierd.fixture.store.deliver("e", 0, chunk)
+    tierd.fixture.settle()
+    assert tierd.violations() == 1
+    assert len(tierd.fixture.tier.objects) == (0 if tiers else 2)
 
 
 def test_a_keep_message_pins_what_is_in_ram_and_ignores_the_rest() -> None:

@@ -17,6 +17,7 @@ from kvtier.tiers.filesystem.format import (
     HEADER_BYTES,
     MAX_KEY_BYTES,
     MAX_SHARDS,
+    VERSIONS,
     clear_padding,
     read_header,
     verify_payload,
@@ -71,6 +72,18 @@ def test_a_header_tells_what_the_object_follows(previous: bytes) -> None:
     assert read_header(header, ref, payload.nbytes).previous == previous
 
 
+@pytest.mark.parametrize("expires_at", [0, 2_000_000_000])
+@pytest.mark.parametrize("limited", [False, True])
+def test_a_header_tells_whether_the_object_is_limited_to_tiers(
+    limited: bool, expires_at: int
+) -> None:
+    ref = ObjectRef("5" * 32, b"\x00key")
+    header, payload, meta = pack(ref, (100,), Blake3.kind, 1)
+    write_header(header, ref, replace(meta, limited=limited, expires_at=expires_at))
+    found = read_header(header, ref, payload.nbytes)
+    assert (found.limited, found.expires_at) == (limited, expires_at)
+
+
 @settings(deadline=None)
 @given(
     shards=shard_lists,
@@ -121,7 +134,7 @@ def test_random_bytes_are_not_a_header(seed: int, start: bytes) -> None:
 def test_another_format_version_is_foreign_not_corrupt(offset: int) -> None:
     ref = ObjectRef("2" * 32, b"\x00k")
     header, payload, meta = pack(ref, (100,), Blake3.kind, 1)
-    header[offset] += 4
+    header[offset] += len(VERSIONS)
     header[-16:] = KINDS[meta.checksum_kind].digest(header[:-16])
     with pytest.raises(TierForeignError, match="version"):
         read_header(header, ref, payload.nbytes)

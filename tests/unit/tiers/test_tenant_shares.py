@@ -183,6 +183,26 @@ def test_a_release_that_does_not_know_expiry_takes_the_object_for_a_later_one(
         assert path_of(tmp_path, ref).exists()
 
 
+@pytest.mark.parametrize("encrypt", [None, False, True])
+def test_a_limited_object_says_so_in_its_file(
+    tmp_path: Path, encrypt: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = KeySet(ONE, {"one": ONE})
+    sealing = None if encrypt is None else Sealing(lambda: keys, encrypt)
+    with opened(tmp_path, sealing=sealing) as tier:
+        ref, payload, meta = make_object(0)
+        tier.write(ref, payload, replace(meta, limited=True))
+        other, payload, meta = make_object(1)
+        tier.write(other, payload, meta)
+        assert tier.read(ref, buffer(8_192)).limited
+        assert not tier.read(other, buffer(8_192)).limited
+        # Releases that would write it to other tiers take it for an object of a later one.
+        monkeypatch.setattr(file_format, "VERSIONS", (1, 2, 3, 4))
+        with pytest.raises(TierForeignError):
+            tier.read(ref, buffer(8_192))
+        assert path_of(tmp_path, ref).exists()
+
+
 def test_damaged_and_planted_headers_belong_to_no_tenant_and_stop_nothing(tmp_path: Path) -> None:
     with opened(tmp_path) as tier:
         refs = put(tier, range(4), A)

@@ -15,7 +15,7 @@ from tests.unit.worker.worker_testbeds import (
 )
 
 from kvtier.engines.common import rearming
-from kvtier.engines.common.rearming import CopyFailures, RankCopies, RearmTimes
+from kvtier.engines.common.rearming import CopyFailures, OpenCopies, RearmTimes
 from kvtier.engines.common.worker_state import WorkerOutbox
 from kvtier.engines.common.worker_stores import WorkerStores
 from kvtier.tierd.wire import Deliver, Message
@@ -49,7 +49,7 @@ class _Bench:
         self.lock = threading.Lock()
         self.outbox = WorkerOutbox(_FullClient(), rank.counters)  # type: ignore[arg-type]
         self.stores = WorkerStores(rank.context, self.outbox.send)
-        copies = RankCopies(rank.context, self.lock, rank.loads, self.stores, self.outbox)
+        copies = OpenCopies(rank.context, self.lock, rank.loads, self.stores, self.outbox)
         self.failures = CopyFailures(copies, self._drop, self._sleep)
         self.open(1)
         rank.engine.hold()

@@ -168,7 +168,7 @@ def test_an_error_in_any_call_of_the_hooks_loses_no_report(tmp_path: Path) -> No
         _check(engine, place)
         counts = engine.testbed.worker._counters.snapshot()
         counted = ("step_errors", "thread_failures", "off")
-        found = engine.connector._hook_errors or any(counts.get(each) for each in counted)
+        found = engine.connector._guard.errors or any(counts.get(each) for each in counted)
         assert found or not calls.raised, f"not counted: {calls.raised}"
 
 

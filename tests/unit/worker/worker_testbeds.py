@@ -194,10 +194,17 @@ class WorkerTestbed:
         loads: list[LoadJob] | None = None,
         stores: list[StoreJob] | None = None,
         cancelled: list[int] | None = None,
+        idle: bool = False,
     ) -> Completions:
         """One engine step; returns what it reported, with the worker's report folded in."""
         self.step_number += 1
-        metadata = StepMetadata(self.step_number, loads or [], stores or [], cancelled or [])
+        metadata = StepMetadata(
+            self.step_number,
+            loads or [],
+            stores or [],
+            idle=idle,
+            cancelled_loads=cancelled or [],
+        )
         self.worker.start_load_kv(metadata)
         self.worker.wait_for_save()
         _, recving = self.worker.get_finished(set())

@@ -41,7 +41,7 @@ from kvtier.engines.common.jobs import BlockRun, StoreJob
 from kvtier.engines.common.scheduler_stores import SchedulerStores
 from kvtier.engines.common.tierd_session import SessionLost, TierdSession
 from kvtier.planner import Planner
-from kvtier.tierd.wire import Heartbeat, Promoted
+from kvtier.tierd.wire import Promoted
 
 logger = logging.getLogger(__name__)
 CLOSE_SECONDS = 2.0
@@ -287,12 +287,7 @@ class AtomScheduler:
         return saves
 
     def _update_heartbeat(self) -> None:
-        by_tier, previous = self.loads.in_flight.loaded_tokens, self.session.heartbeat
-        loaded = tuple(by_tier[tier] for tier in range(max(by_tier) + 1)) if by_tier else ()
-        if (previous.prompt_tokens, previous.loaded_tokens) != (self._prompt_tokens, loaded):
-            self.session.heartbeat = Heartbeat(
-                prompt_tokens=self._prompt_tokens, loaded_tokens=loaded
-            )
+        self.session.report_tokens(self._prompt_tokens, self.loads.in_flight.loaded_tokens)
 
     def process_completions(self, output: KVConnectorOutput) -> KVConnectorOutput:
         """Takes what ended on every rank, and returns the plain ids that ATOM acts on."""

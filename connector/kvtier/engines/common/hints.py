@@ -10,7 +10,8 @@ from dataclasses import dataclass
 class RequestHints:
     """The hints of one request. The default asks for nothing special.
 
-    ``tiers``: names of the only tiers that take part; None: all. ``retain_seconds``: for how long
+    ``tiers``: names of the only tiers that its objects are loaded from and stored in; None: all.
+    ``retain_seconds``: for how long
     the request's objects are evicted after those of others, 0: no longer than those.
     ``ttl_seconds``: how long they may be used after they were stored, 0: without a limit.
     """
@@ -26,6 +27,10 @@ class RequestHints:
     ttl_seconds: int = 0
     prefetch: bool = False
     """Whether the request comes only to bring its prefix into RAM."""
+    invalid: bool = False
+    """Whether the request has hints that limit what is stored, and that could not be read. Nothing
+    of it is stored then."""
 
 
 NO_HINTS = RequestHints()
+INVALID_HINTS = RequestHints(invalid=True)

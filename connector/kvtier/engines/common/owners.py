@@ -56,9 +56,12 @@ class Owners:
         if not tenant and not retain and hints is NO_HINTS:
             return NO_OWNER
         tiers = 0
-        if hints.tiers is not None:
-            # With the bit of the memory tier, so that none is not taken for all.
+        if hints.skip_store or hints.invalid:
+            # The request adds no secondary tier to those of objects that it loads.
             tiers = MEMORY_BIT
+        elif hints.tiers is not None and not hints.tiers.issuperset(tier_names):
             for index, name in enumerate(tier_names):
                 tiers |= MEMORY_BIT << index if name in hints.tiers else 0
+            # No bit would mean all: then the live document has lost the tier meanwhile.
+            tiers = tiers or MEMORY_BIT
         return Owner(tenant, retain, hints.pin, hints.ttl_seconds, tiers)

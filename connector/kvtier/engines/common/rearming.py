@@ -44,9 +44,11 @@ class RearmTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class RankCopies:
-    """The open copies of a rank. ``lock`` guards ``loads``, ``stores``, ``outbox`` and the
-    context's ``engine`` and ``shards``."""
+class OpenCopies:
+    """The copies of a rank that have not ended.
+
+    ``lock`` guards ``loads``, ``stores``, ``outbox`` and the context's ``engine`` and ``shards``.
+    """
 
     context: RankContext
     lock: threading.Lock
@@ -65,7 +67,7 @@ class CopyFailures:
 
     def __init__(
         self,
-        copies: RankCopies,
+        copies: OpenCopies,
         drop_session: Callable[[str], None],
         sleep: Callable[[float], bool],
     ) -> None:

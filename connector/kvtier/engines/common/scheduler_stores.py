@@ -17,18 +17,20 @@ docs/datapath.md explains why. The scheduler's thread only.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count, groupby
 from typing import Any, Protocol
+
+import msgspec
 
 from kvtier.engines.common.hints import NO_HINTS
 from kvtier.engines.common.jobs import BlockRun, StoreJob
 from kvtier.engines.common.request_state import RequestState
 from kvtier.engines.common.tierd_session import TierdSession
 from kvtier.planner import GroupKind, Planner
-from kvtier.store.types import NO_OWNER, RAM_BITS, Owner
+from kvtier.store.types import NO_OWNER, RAM_BITS, Owner, wider
 from kvtier.tierd.wire import Keep, Reserve
 
 MAX_CACHE_FRACTION = 4
@@ -45,6 +47,7 @@ RECENTLY_COMMITTED_SECONDS = 0.5
 PROGRESS_TIMEOUT_SECONDS = 10.0
 """An idle engine keeps stepping for stores as long as one of them ended this recently."""
 MAX_STORE_DURATIONS = 4_096
+MAX_LIMITED_KEYS = 16_384
 NULL_BLOCK = 0
 PASSING_REASONS = ("weights_unknown", "replica_incomplete", "worker_not_attached")
 """Why nothing can be stored for a step or two. After a reset of the prefix cache the workers take
@@ -141,7 +144,11 @@ class SchedulerStores:
         """Keys that are planned, open or recently committed."""
         self._recently_committed: deque[tuple[float, bytes]] = deque()
         self._kept: dict[Owner, list[tuple[int, bytes]]] = {}
-        """Chunks that tiers hold and that requests want to be kept; for the next message."""
+        """Chunks that tiers hold and that requests want to be kept, or stored in more tiers; for
+        the next message."""
+        self._limited: OrderedDict[bytes, int] = OrderedDict()
+        """Tiers that requests have let their chunks be stored in (``Owner.tiers``), of the last
+        ones that were stored with a limit."""
         self._voided: list[int] = []
         """Reservations that the workers must not deliver; for the next step's metadata."""
         self._in_flight_blocks = 0
@@ -194,13 +201,12 @@ class SchedulerStores:
         return state.prompt_tokens < self._session.live.min_store_tokens
 
     def _request_blocked_reason(self, state: RequestState) -> str:
-        if state.hints.skip_store:
+        hints, session = state.hints, self._session
+        if hints.invalid:
+            return "invalid_hints"
+        if hints.skip_store:
             return "skip_store"
-        tiers = state.hints.tiers
-        # tierd decides where an object goes, and decides the same for every object.
-        if tiers is not None and not tiers.issuperset(self._session.tier_names):
-            return "tiers"
-        return ""
+        return "" if hints.tiers is None or session.can_store_in(hints.tiers) else "tiers"
 
     def plan(
         self,
@@ -242,7 +248,8 @@ class SchedulerStores:
                 key = keys[chunk]
                 bits = get(key)
                 if bits or key in pending_keys:
-                    if keeps and bits & RAM_BITS:
+                    more_tiers = bool(self._limited) and not blocked_reason
+                    if (more_tiers and self._widen(key, owner)) or (keeps and bits & RAM_BITS):
                         self._kept.setdefault(owner, []).append((group, key[1:]))
                     continue
                 first, stop = self._planner.object_range(group, chunk)
@@ -275,6 +282,10 @@ class SchedulerStores:
         self._visited_chunks += 1
         keys = state.group_keys(group, self._planner.hashes_per_chunk)
         if chunk < len(keys) and self._is_stored(keys[chunk]):
+            if self._limited and not self._store_blocked_reason(state):
+                owner = self._session.owner(state)
+                if self._widen(keys[chunk], owner):
+                    self._kept.setdefault(owner, []).append((group, keys[chunk][1:]))
             return
         reason = self._store_blocked_reason(state)
         if reason in PASSING_REASONS:
@@ -318,6 +329,27 @@ class SchedulerStores:
         references, self._references = self._references, deque()
         for _, found in references:
             self._free(found.blocks)
+
+    def _limit(self, chunk: _ChunkBlocks) -> None:
+        """Remembers the tiers that a chunk may be stored in, if its request limits them."""
+        if chunk.state.hints is NO_HINTS:
+            return
+        tiers = self._session.owner(chunk.state).tiers
+        self._limited.pop(chunk.key, None)
+        if tiers:
+            self._limited[chunk.key] = tiers
+            if len(self._limited) > MAX_LIMITED_KEYS:
+                self._limited.popitem(last=False)
+
+    def _widen(self, key: bytes, owner: Owner) -> bool:
+        """A request of ``owner`` has a chunk that is stored already. Returns whether it may be
+        stored in more tiers than before, which tierd has to know."""
+        tiers = self._limited.get(key, 0)
+        found = wider(tiers, owner.tiers)
+        if found == tiers:
+            return False
+        self._limited[key] = found
+        return True
 
     def _is_stored(self, key: bytes) -> bool:
         """Whether a tier holds the object, or it is being stored."""
@@ -393,6 +425,7 @@ class SchedulerStores:
                 self._free(chunk.blocks)
         chunk.state.stores_in_flight += 1
         self._keys.add(chunk.key)
+        self._limit(chunk)
 
     def _add_planned(self, chunk: _ChunkBlocks) -> None:
         """Takes a slot for a chunk whose blocks are referenced. There must be a credit."""
@@ -440,7 +473,12 @@ class SchedulerStores:
 
         What cannot be reserved is dropped.
         """
+        jobs = self._take_jobs()
+        # What is kept may just have been reserved.
         self._send_kept()
+        return jobs
+
+    def _take_jobs(self) -> list[StoreJob]:
         planned = self._planned
         if not planned:
             return []
@@ -476,13 +514,15 @@ class SchedulerStores:
 
     def _owners_of(self, stores: Sequence[OpenStore]) -> tuple[tuple[int, Owner], ...]:
         """How many stores in a row are of which owner; empty if all have no tenant and no wish."""
-        runs = [
-            (len(list(run)), owner)
-            for owner, run in groupby(self._session.owner(store.state) for store in stores)
-        ]
+        runs = [(len(list(run)), owner) for owner, run in groupby(map(self._owner_of, stores))]
         while runs and runs[-1][1] == NO_OWNER:
             runs.pop()
         return tuple(runs)
+
+    def _owner_of(self, store: OpenStore) -> Owner:
+        owner = self._session.owner(store.state)
+        tiers = self._limited.get(store.key, owner.tiers) if owner.tiers else 0
+        return owner if tiers == owner.tiers else msgspec.structs.replace(owner, tiers=tiers)
 
     # Completion.
 

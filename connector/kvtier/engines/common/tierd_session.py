@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from kvtier.config.loader import merge_live
-from kvtier.config.models import Daemon, Live, LiveTier, Topology
+from kvtier.config.models import Daemon, Live, LiveTier, StorePolicy, Topology
 from kvtier.engines.common.model_identity import EngineIdentity
 from kvtier.engines.common.owners import Owners
 from kvtier.planner import Planner
@@ -38,7 +38,6 @@ from kvtier.tierd.wire import (
     Hello,
     Identify,
     LiveSettings,
-    LoadPinned,
     Message,
     Promoted,
     Ready,
@@ -49,7 +48,6 @@ from kvtier.tierd.wire import (
 )
 
 logger = logging.getLogger(__name__)
-MAX_PINNED_LOADS = 1024
 MAX_PRESENCE_CHANGES = 16_384
 
 
@@ -211,8 +209,6 @@ class TierdSession:
         know that the weights are those of the namespace."""
         self.stale_weights = False
         """Whether it is suspended until vLLM resets its prefix cache."""
-        self.pinned_loads: deque[tuple[int, int]] = deque(maxlen=MAX_PINNED_LOADS)
-        """(load, keys) that tierd has pinned, in the order of its answers."""
         self._identity_wanted: Identify | None = None
         """The identity since the number rose for the first time; None: as in the handshakes."""
         self._identify_unsent = False
@@ -318,6 +314,14 @@ class TierdSession:
         """
         return self._client.epoch == self.epoch and self._client.send(message)
 
+    def report_tokens(self, prompt_tokens: int, loaded: Mapping[int, int]) -> None:
+        """tierd reports which share of the prompts' tokens came from which tier (``loaded``: tokens
+        by the tier's index), all since the start."""
+        by_tier = tuple(loaded.get(tier, 0) for tier in range(max(loaded, default=-1) + 1))
+        previous = self.heartbeat
+        if (previous.prompt_tokens, previous.loaded_tokens) != (prompt_tokens, by_tier):
+            self.heartbeat = Heartbeat(prompt_tokens=prompt_tokens, loaded_tokens=by_tier)
+
     def tier(self, index: int) -> LiveTier:
         """Returns the live values of a tier."""
         return self.live.tiers.get(self.tier_name(index)) or LiveTier()
@@ -330,6 +334,17 @@ class TierdSession:
     def tier_names(self) -> tuple[str, ...]:
         """The names of all tiers, in order."""
         return self._tier_names
+
+    def can_store_in(self, names: Container[str]) -> bool:
+        """Whether objects that may be stored in these tiers only are stored anywhere."""
+        memory, *others = self._tier_names
+        if memory in names:
+            return True
+        persistent = self.ready is None or self.ready.persistent
+        return persistent and any(
+            name in names and self.live.tiers.get(name, LiveTier()).store_policy != StorePolicy.NONE
+            for name in others
+        )
 
     def tier_bits(self, names: Container[str]) -> int:
         """Returns the presence bits of the tiers with these names."""
@@ -350,8 +365,6 @@ class TierdSession:
             message = inbox.popleft()
             if isinstance(message, Promoted | Arriving):
                 yield message
-            elif isinstance(message, LoadPinned):
-                self.pinned_loads.append((message.load, message.keys))
             elif isinstance(message, Credits):
                 if self.epoch and 0 <= message.group < len(self.credits):
                     self.credits[message.group].extend(message.slots)

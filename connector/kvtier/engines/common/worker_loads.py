@@ -24,6 +24,9 @@ IDENTITY_CHANGED = "identity"
 """Reason of loads that ended because the weights may have changed: nothing of them is used."""
 FINGERPRINT_SECONDS = 30.0
 """How long after its limit a load waits for the fingerprint of the weights."""
+MAX_EARLY_PINS = 1024
+"""Loads that tierd has pinned before their jobs came. Beyond it the oldest one is forgotten, and is
+reported when its copies have ended."""
 MAX_ENDED_LOADS = 4096
 """Ended loads that are remembered, so that a job that comes twice does not start twice."""
 
@@ -69,6 +72,8 @@ class WorkerLoads:
         self._batch_bytes = batch_bytes or context.engine.batch_bytes
         self._active: dict[int, _RankLoad] = {}
         self._ended: OrderedDict[int, None] = OrderedDict()
+        self._early_pins: OrderedDict[int, int] = OrderedDict()
+        """Keys that tierd keeps for loads whose jobs have not come."""
         self._weights: str | None = None
         """The fingerprint of the engine's weights; None while it is being taken."""
 
@@ -106,6 +111,7 @@ class WorkerLoads:
                 deadline = received_at + job.timeout_seconds
                 load = _RankLoad(job, fence, received_at, deadline, keys, assumed_weights)
                 load.arriving = job.arriving and keys < len(job.runs)
+                load.pinned = self._early_pins.pop(job.load, -1) == len(job.runs)
                 if not epoch or job.epoch != epoch:
                     load.stop_reason = "epoch" if epoch else "lost"
                 self._active[job.load] = load
@@ -167,13 +173,45 @@ class WorkerLoads:
     def _waits_for_weights(self, load: _RankLoad) -> bool:
         return bool(load.assumed_weights) and self._weights is None
 
-    def pin(self, loads: Iterable[int]) -> None:
-        """tierd has confirmed that every key of these loads stays in its slot until the load is
-        released."""
-        for number in loads:
-            load = self._active.get(number)
-            if load is not None:
-                load.pinned = True
+    def pin(self, number: int, keys: int) -> None:
+        """tierd has confirmed that the first ``keys`` keys of this load stay in their slots until
+        the load is released."""
+        load = self._active.get(number)
+        if load is not None:
+            load.pinned = keys == len(load.job.runs)
+        elif number not in self._ended:
+            self._early_pins[number] = keys
+            if len(self._early_pins) > MAX_EARLY_PINS:
+                self._early_pins.popitem(last=False)
+
+    def forget_pins(self) -> None:
+        """The session in which tierd has pinned loads has ended. Loads that were reported run to
+        their end."""
+        self._early_pins.clear()
+        for load in self._active.values():
+            load.pinned = False
+
+    def awaits_word(self, limit_bytes: int) -> bool:
+        """Whether a load could be reported now, or earlier than its copies end, if tierd had pinned
+        it and the fingerprint were known: both take a few milliseconds.
+
+        ``limit_bytes``: as for ``report_early``.
+        """
+        return (
+            any(
+                not load.reported
+                and not load.stop_reason
+                and load.submitted_keys == len(load.job.runs)
+                and (
+                    self._waits_for_weights(load)
+                    if not load.in_flight
+                    else self._engine.can_order_kernels
+                    and (not load.pinned or self._waits_for_weights(load))
+                )
+                for load in self._active.values()
+            )
+            and self._engine.in_flight_bytes(Direction.TO_DEVICE) <= limit_bytes
+        )
 
     def report_early(self, limit_bytes: int) -> None:
         """Reports loads whose remaining copies are at most ``limit_bytes``, all submitted.

@@ -28,12 +28,12 @@ from pathlib import Path
 
 from kvtier.engines.common.early_registration import Span
 from kvtier.engines.common.jobs import ArrivedKeys, LoadJob, StoreJob
-from kvtier.engines.common.rearming import CopyFailures, RankCopies
+from kvtier.engines.common.rearming import CopyFailures, OpenCopies
 from kvtier.engines.common.worker_loads import WorkerLoads
 from kvtier.engines.common.worker_pool import HostPoolMapper, PoolReady
 from kvtier.engines.common.worker_state import RankContext, WorkerClient, WorkerOutbox
 from kvtier.engines.common.worker_stores import WorkerStores
-from kvtier.tierd.wire import Message, Ready, SessionRefused, Welcome
+from kvtier.tierd.wire import LoadPinned, Message, Ready, SessionRefused, Welcome
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,9 @@ IDLE_POLL_SECONDS = 0.002
 """How often the thread polls running copies of an idle engine."""
 RESEND_SECONDS = 0.01
 IDLE_SECONDS = 1.0
+MAX_PINS = 1024
+"""Messages of tierd that no hook has looked at. Of more, the oldest are dropped, and those loads
+are reported when their copies have ended."""
 DRAIN_SHARE = 0.75
 """The share of ``close``'s timeout that draining may take; the rest is for detaching."""
 
@@ -81,7 +84,7 @@ class TransferThread:
         self._copies = threading.Lock()
         self._hook_ran_at = context.clock()
         self._failures = CopyFailures(
-            RankCopies(context, self._copies, self._loads, self._stores, self._outbox),
+            OpenCopies(context, self._copies, self._loads, self._stores, self._outbox),
             self._client.drop,
             self._sleep_unless_closing,
         )
@@ -89,6 +92,7 @@ class TransferThread:
         """Whether the thread waits without looking at copies."""
         self._wake = threading.Condition()
         self._inputs: deque[_Input] = deque()
+        self._pins: deque[LoadPinned] = deque(maxlen=MAX_PINS)
         self._closing = False
         self._closed = False
         self._ended = threading.Event()
@@ -210,18 +214,29 @@ class TransferThread:
             with self._copies:
                 self._loads.order_kernels()
 
-    def poll(self, pinned: Sequence[int] = (), early_bytes: int = 0) -> None:
-        """Collects copies that have ended, and submits what waits for room. Once per step.
+    def poll(self, early_bytes: int = 0) -> None:
+        """Collects copies that have ended, and submits what waits for room. In each step.
 
-        ``pinned``, ``early_bytes``: see ``WorkerLoads.pin`` and ``report_early``; 0: reports no
-        load whose copies run.
+        ``early_bytes``: see ``WorkerLoads.report_early``; 0: reports no load whose copies run.
         """
         self._hook_ran_at = self._context.clock()
         if not len(self._loads) and not len(self._stores):
             return
         with self._copies:
             if self._is_open():
-                self._advance(pinned, early_bytes)
+                self._advance(early_bytes)
+
+    def awaits_word(self, early_bytes: int) -> bool:
+        """Whether a load will be reported as soon as tierd has pinned it, or the fingerprint of the
+        weights is known, and nothing else is to be reported."""
+        if not len(self._loads):
+            return False
+        with self._copies:
+            return (
+                self._is_open()
+                and not self._completions.queued()[0]
+                and self._loads.awaits_word(early_bytes)
+            )
 
     def open_jobs(
         self, loads: AbstractSet[int], stores: AbstractSet[int]
@@ -243,13 +258,13 @@ class TransferThread:
     def _is_open(self) -> bool:
         return not (self._closed or self._closing or self._failures.error)
 
-    def _advance(
-        self, pinned: Sequence[int] = (), early_bytes: int = 0, before_kernels: bool = False
-    ) -> None:
+    def _advance(self, early_bytes: int = 0, before_kernels: bool = False) -> None:
         """Advances loads, and stores unless it is ``before_kernels``, with the lock held. A failure
         is left to the thread."""
         try:
-            self._loads.pin(pinned)
+            while self._pins:
+                pin = self._pins.popleft()
+                self._loads.pin(pin.load, pin.keys)
             self._loads.advance(before_kernels)
             if not before_kernels:
                 self._stores.advance()
@@ -271,7 +286,9 @@ class TransferThread:
 
     def receive(self, message: Message) -> None:
         """Queues a message of tierd. The client's sink."""
-        if isinstance(message, Welcome | Ready | SessionRefused):
+        if isinstance(message, LoadPinned):
+            self._pins.append(message)
+        elif isinstance(message, Welcome | Ready | SessionRefused):
             self._put(message)
 
     def on_client_lost(self, reason: str) -> None:
@@ -280,6 +297,8 @@ class TransferThread:
         try:
             with self._copies:
                 self._completions.epoch = 0
+                self._pins.clear()
+                self._loads.forget_pins()
                 self._loads.stop_all("lost")
                 self._stores.drop_pending()
         finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvtier.engines.common.jobs import BlockRun
@@ -62,7 +62,7 @@ class LoadTransfer:
 
     keys: tuple[bytes, ...]
     stores: tuple[int, ...]
-    runs: tuple[BlockRun, ...]
+    runs: Sequence[BlockRun]
     fence: object | None = None
     gate: CopyGate = field(default_factory=CopyGate)
     loaded: int = 0

@@ -1,4 +1,4 @@
-"""How vLLM's configuration maps to KVTier's: the engine's name, the planner and the log handlers.
+"""How vLLM's configuration maps to KVTier's: topology, engine name, planner and log handlers.
 
 The scheduler side and the worker side call the same functions, so they agree without a message.
 KV cache groups are recognized by exact type: a subclass may lay out its KV in an unknown way.
@@ -7,14 +7,28 @@ KV cache groups are recognized by exact type: a subclass may lay out its KV in a
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvtier.planner import GroupKind, KVCacheGroup, Planner, UnsupportedGeometryError, check_served
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+TOPOLOGY_VARIABLE = "KVTIER_TOPOLOGY"
+
+
+def topology_directory(transfer: KVTransferConfig | None) -> str:
+    """Returns the directory of the topology; empty if none is configured."""
+    return configured_topology(transfer.kv_connector_extra_config if transfer is not None else {})
+
+
+def configured_topology(extra_config: Mapping[str, Any]) -> str:
+    """Returns the directory of the topology of a connector with this configuration."""
+    return str(extra_config.get("topology") or os.environ.get(TOPOLOGY_VARIABLE, ""))
 
 
 def engine_name(vllm_config: VllmConfig) -> str:

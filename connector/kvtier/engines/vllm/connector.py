@@ -1,8 +1,8 @@
 """KVTier as a vLLM KV connector. Every hook goes to the scheduler side or the worker side.
 
-vLLM ends the engine if a hook raises. So every hook runs behind a guard, which logs and counts the
-exception and turns KVTier off for this engine for a while, a few times at most. What vLLM still
-waits for goes on: one report per load, and the release of referenced blocks.
+vLLM ends the engine if a hook raises. So every hook runs behind a guard (``hook_guard``), which
+turns KVTier off for a while. What vLLM still waits for goes on: one report per load, and the
+release of referenced blocks.
 
 The supported versions (0.24 and 0.32) call the same hooks with the same meaning; hooks that only
 one of them has are marked.
@@ -11,12 +11,10 @@ one of them has are marked.
 from __future__ import annotations
 
 import logging
-import math
-import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -28,17 +26,27 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvtier.config.loader import load_for_engine
 from kvtier.engines.common.lora import AdapterDigests
-from kvtier.engines.common.rearming import RearmTimes
 from kvtier.engines.common.tierd_session import TierdSession
 from kvtier.engines.vllm import early_pool, early_start, engine_signals, weights
-from kvtier.engines.vllm.config import engine_name, planner_for, use_vllm_log_handlers
+from kvtier.engines.vllm.config import (
+    configured_topology,
+    engine_name,
+    planner_for,
+    topology_directory,
+    use_vllm_log_handlers,
+)
 from kvtier.engines.vllm.counters import WITHOUT_TIERS, off_reason
+from kvtier.engines.vllm.hook_guard import HookGuard
 from kvtier.engines.vllm.identity import IdentityBuilder
 from kvtier.engines.vllm.identity_fields import adapter_settings
 from kvtier.engines.vllm.kv_events import events_for
 from kvtier.engines.vllm.metadata import StepMetadata, WorkerReport
-from kvtier.engines.vllm.metrics import KVTierPromMetrics, KVTierStats
-from kvtier.engines.vllm.plugin import TOPOLOGY_VARIABLE
+from kvtier.engines.vllm.metrics import (
+    KVTierPromMetrics,
+    KVTierStats,
+    add_worker_counts,
+    tier_names,
+)
 from kvtier.engines.vllm.scheduler import KVTierConnectorScheduler
 from kvtier.engines.vllm.worker import KVTierConnectorWorker
 from kvtier.errors import ConfigurationError, KVTierError
@@ -46,7 +54,7 @@ from kvtier.tierd.supervisor import Supervisor
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
         KVConnectorPromMetrics,
@@ -65,23 +73,6 @@ SUPERVISOR_SECONDS = 1.5
 """How long shutdown waits for a tierd that this engine started. It usually ends in a tenth of that;
 beside a hung mount it takes longer, and ends without the engine."""
 T = TypeVar("T")
-P = ParamSpec("P")
-
-
-def topology_directory(transfer: KVTransferConfig | None) -> str:
-    """Returns the directory of the topology; empty if none is configured."""
-    extra = transfer.kv_connector_extra_config if transfer is not None else {}
-    return str(extra.get("topology") or os.environ.get(TOPOLOGY_VARIABLE, ""))
-
-
-def tier_names(transfer: KVTransferConfig | None) -> tuple[str, ...]:
-    """Returns the names of the tiers; none if the documents cannot be read, which the connector
-    itself reports."""
-    try:
-        topology = load_for_engine(Path(topology_directory(transfer)))
-    except KVTierError:
-        return ()
-    return tuple(tier.name for tier in topology.structural.tiers)
 
 
 def _watch_engine() -> None:
@@ -115,32 +106,29 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: KVTierConnectorScheduler | None = None
         self._worker: KVTierConnectorWorker | None = None
         self._supervisor: Supervisor | None = None
-        self._off_reason = ""
+        self._guard = HookGuard(self._count_error, lambda: self._clock())
+        self._guarded = self._guard.guarded
         self._reported_off = False
-        self._rearm_times = RearmTimes()
-        self._hook_errors = 0
         self._invalid_blocks: set[int] = set()
         """Blocks that the loads of this step did not fill."""
-        self._rearm_at = math.inf
         self._stats = KVTierStats()
         self._steps = 0
-        self._chunk_tokens = 0
-        self._counts_stores = False
-        """Every rank stores its shard of a chunk; rank 0 counts the chunks."""
+        self._counted_tokens = 0
+        """Tokens of a stored chunk; 0 on all ranks but the first: each stores its shard of it."""
         try:
             use_vllm_log_handlers()
             self._start(vllm_config, role, kv_cache_config)
         except KVTierError as error:
-            self._off_reason = str(error)
+            self._guard.off_reason = str(error)
             self._stats.add("off", 1, off_reason(error))
-            logger.warning("KVTier: serving without tiers: %s", self._off_reason)
+            logger.warning("KVTier: serving without tiers: %s", self._guard.off_reason)
         except Exception as error:  # a cache never stops an engine
-            self._off_reason = f"{type(error).__name__}: {error}"
+            self._guard.off_reason = f"{type(error).__name__}: {error}"
             self._stats.add("off", 1, off_reason(error))
             logger.exception("KVTier: serving without tiers after an unexpected error")
-        if self._off_reason:
+        if self._guard.off_reason:
             early_pool.abandon()
-        if self._off_reason and role is KVConnectorRole.SCHEDULER:
+        if self._guard.off_reason and role is KVConnectorRole.SCHEDULER:
             early_start.abandon(topology_directory(vllm_config.kv_transfer_config))
 
     def _start(
@@ -163,12 +151,12 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             )
         topology = load_for_engine(Path(directory))
         planner = planner_for(vllm_config, kv_cache_config, topology.structural.chunk_tokens)
-        self._chunk_tokens = planner.chunk_tokens
         if role is KVConnectorRole.WORKER:
             self._worker = KVTierConnectorWorker(
                 vllm_config, kv_cache_config, topology.structural, planner
             )
-            self._counts_stores = int(getattr(vllm_config.parallel_config, "rank", 0)) == 0
+            first = int(getattr(vllm_config.parallel_config, "rank", 0)) == 0
+            self._counted_tokens = planner.chunk_tokens if first else 0
             return
         engine = engine_name(vllm_config)
         identity = IdentityBuilder(vllm_config, planner, topology.structural)
@@ -188,39 +176,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             ", ".join(tier.name for tier in topology.structural.tiers),
         )
 
-    def _guarded(
-        self, hook: str, fallback: T, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs
-    ) -> T:
-        """Returns the result of ``call``, or ``fallback`` if it raises.
-
-        This is the one place that keeps exceptions from vLLM.
-        """
-        try:
-            return call(*args, **kwargs)
-        except Exception as error:
-            self._hook_errors += 1
-            self._stats.add("errors", 1, hook)
-            if not self._off_reason:
-                self._off_reason = f"{hook}: {type(error).__name__}: {error}"
-                seconds = self._rearm_times.next()
-                self._rearm_at = math.inf if seconds is None else self._clock() + seconds
-                logger.exception(
-                    "KVTier: unexpected error in %s; serving without tiers %s",
-                    hook,
-                    RearmTimes.describe(seconds),
-                )
-            return fallback
-
-    def _rearm(self, scheduler: KVTierConnectorScheduler) -> None:
-        """Uses KVTier again some time after an unexpected error, without what it was doing then."""
-        if not self._off_reason or self._clock() < self._rearm_at:
-            return
-        self._rearm_at = math.inf
-        self._off_reason = ""
-        self._guarded("rearm", None, scheduler.start_over)
-        if not self._off_reason:
-            self._stats.add("rearms", 1)
-            logger.info("KVTier: in use again after an unexpected error")
+    def _count_error(self, hook: str) -> None:
+        self._stats.add("errors", 1, hook)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -230,7 +187,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Returns False. vLLM asks when it configures an engine, so tierd can start early."""
-        directory = str(extra_config.get("topology") or os.environ.get(TOPOLOGY_VARIABLE, ""))
+        directory = configured_topology(extra_config)
         if directory:
             early_start.note_attached(directory, not envs.VLLM_ENABLE_V1_MULTIPROCESSING)
         return False
@@ -279,9 +236,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         worker, metadata = self._worker, self._connector_metadata
         if worker is None or metadata is None:
             return
-        errors = self._hook_errors
+        errors = self._guard.errors
         self._guarded("start_load_kv", None, worker.start_load_kv, metadata)
-        if self._hook_errors > errors:
+        if self._guard.errors > errors:
             self._guarded("start_load_kv", None, worker.enter_jobs, metadata)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -302,10 +259,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         nothing: tuple[set[str] | None, set[str] | None] = (None, None)
         if worker is None:
             return nothing
-        results = self._guarded(
-            "get_finished", None, self._take_results, worker.get_finished, finished_req_ids
-        )
-        return results if results is not None else self._withhold_reports(worker, nothing)
+        return self._results("get_finished", nothing, worker.get_finished, finished_req_ids)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """0.32, in place of ``get_finished``."""
@@ -314,14 +268,17 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         worker, nothing = self._worker, KVConnectorTransferResults()
         if worker is None:
             return nothing
-        results = self._guarded(
-            "get_transfer_results",
-            None,
-            self._take_results,
-            worker.get_transfer_results,
-            finished_req_ids,
-        )
-        return results if results is not None else self._withhold_reports(worker, nothing)
+        call = worker.get_transfer_results
+        return self._results("get_transfer_results", nothing, call, finished_req_ids)
+
+    def _results(self, hook: str, nothing: T, call: Callable[[set[str]], T], ids: set[str]) -> T:
+        results = self._guarded(hook, None, self._take_results, call, ids)
+        if results is not None:
+            return results
+        self._invalid_blocks = set()
+        if self._worker is not None:
+            self._guarded(hook, None, self._worker.withhold_reports)
+        return nothing
 
     def _take_results(self, call: Callable[[set[str]], T], finished_req_ids: set[str]) -> T:
         """Takes the requests whose load has ended together with the blocks that were not filled:
@@ -331,11 +288,6 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:
             self._invalid_blocks = self._worker.get_block_ids_with_load_errors()
         return results
-
-    def _withhold_reports(self, worker: KVTierConnectorWorker, nothing: T) -> T:
-        self._invalid_blocks = set()
-        self._guarded("get_finished", None, worker.withhold_reports)
-        return nothing
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._invalid_blocks
@@ -360,7 +312,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Request) -> None:
         # vLLM 0.24 does not call this, and nothing is prefetched.
         scheduler = self._scheduler
-        if scheduler is not None and not self._off_reason:
+        if scheduler is not None and not self._guard.off_reason:
             self._guarded("on_new_request", None, scheduler.on_new_request, request)
 
     def get_num_new_matched_tokens(
@@ -368,7 +320,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[int | None, bool]:
         scheduler = self._scheduler
         nothing: tuple[int | None, bool] = (0, False)
-        if scheduler is None or self._off_reason:
+        if scheduler is None or self._guard.off_reason:
             return nothing
         return self._guarded(
             "get_num_new_matched_tokens",
@@ -383,7 +335,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         hook = "update_state_after_alloc"
         scheduler = self._scheduler
-        if scheduler is None or (self._off_reason and num_external_tokens <= 0):
+        if scheduler is None or (self._guard.off_reason and num_external_tokens <= 0):
             return
         block_ids = blocks.get_block_ids()
         started = self._guarded(
@@ -428,8 +380,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         scheduler = self._scheduler
         metadata: StepMetadata | None = None
         if scheduler is not None:
-            self._rearm(scheduler)
-            if not self._off_reason:
+            if self._guard.rearm(scheduler.start_over):
+                self._stats.add("rearms", 1)
+            if not self._guard.off_reason:
                 metadata = self._guarded(
                     hook, None, scheduler.build_connector_meta, scheduler_output
                 )
@@ -463,7 +416,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
                 self._scheduler.request_finished,
                 request,
                 block_ids,
-                store=not self._off_reason,
+                store=not self._guard.off_reason,
             )
         return False, None
 
@@ -503,22 +456,14 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         """Whether this process loads and stores nothing. A rank continues after an error."""
         if self._worker is not None:
             return bool(self._worker.off_reason)
-        return self._scheduler is None or bool(self._off_reason)
+        return self._scheduler is None or bool(self._guard.off_reason)
 
     def _collect_stats(self) -> None:
         if self._scheduler is not None:
             self._scheduler.collect_stats(self._stats)
             self._scheduler.report_gauges(self._stats)
-        if self._worker is None:
-            return
-        for name, amount in self._worker.take_counts().items():
-            if name in ("loaded_bytes", "stored_bytes"):
-                self._stats.add(name, amount)
-            elif name == "stores_delivered" and self._counts_stores:
-                self._stats.add("stored_chunks", amount)
-                self._stats.add("stored_tokens", amount * self._chunk_tokens)
-            elif name not in ("stores_delivered", "loads_whole"):
-                self._stats.add("worker_events", amount, name)
+        if self._worker is not None:
+            add_worker_counts(self._stats, self._worker.take_counts(), self._counted_tokens)
 
     @classmethod
     def build_kv_connector_stats(

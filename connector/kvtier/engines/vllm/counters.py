@@ -76,9 +76,10 @@ COUNTERS = (
         "Computed chunks that were not stored, by reason.",
         "reason",
         (
-            "blocks_gone", "in_flight_blocks", "lost", "no_block_pool", "no_credit", "not_attached",
-            "off", "replica_incomplete", "reset", "short_prompt", "skip_store", "tiers",
-            "unknown_report", "weights_stale", "weights_unknown", "worker_not_attached",
+            "blocks_gone", "in_flight_blocks", "invalid_hints", "lost", "no_block_pool",
+            "no_credit", "not_attached", "off", "replica_incomplete", "reset", "short_prompt",
+            "skip_store", "tiers", "unknown_report", "weights_stale", "weights_unknown",
+            "worker_not_attached",
         ),
     ),
     Metric(

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvtier.engines.common.jobs import BlockRun
+from kvtier.engines.common.jobs import LoadRuns
 from kvtier.engines.common.request_state import RequestState
 from kvtier.engines.common.scheduler_stores import NULL_BLOCK
-from kvtier.planner import Part
 from kvtier.store.types import RAM_BITS
 
 
@@ -109,9 +107,7 @@ def source_tier(bits: int) -> int:
     return 0 if bits & RAM_BITS else (bits & -bits).bit_length() - 1
 
 
-def have_blocks(runs: Sequence[BlockRun], parts: Sequence[Part]) -> bool:
+def have_blocks(runs: LoadRuns) -> bool:
     """Whether vLLM has allocated every block that is to be filled."""
-    return all(
-        len(run.blocks) == part.blocks and NULL_BLOCK not in run.blocks
-        for run, part in zip(runs, parts, strict=True)
-    )
+    wanted = sum(count for _, _, count in runs.shapes)
+    return len(runs.blocks) == wanted and NULL_BLOCK not in runs.blocks

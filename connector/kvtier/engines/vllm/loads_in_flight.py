@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from kvtier.engines.common.jobs import ArrivedKeys, BlockRun, LoadJob, LoadResult
+from kvtier.engines.common.jobs import ArrivedKeys, BlockRun, LoadJob, LoadResult, LoadRuns
 from kvtier.engines.common.request_state import PendingPromotion, RequestState
 from kvtier.engines.common.tierd_session import TierdSession
 from kvtier.engines.vllm.cost_estimates import CopyEstimator
@@ -74,13 +74,13 @@ class LoadsInFlight:
         parts = planner.needed(state.computed_tokens, end_tokens)
         first = planner.chunks(state.computed_tokens)
         load_id = self._new_id()
-        runs = tuple(
-            BlockRun(
-                part.group,
-                part.first,
-                tuple(block_tables[part.group][part.block : part.block + part.blocks]),
-            )
-            for part in parts
+        runs = LoadRuns(
+            [(part.group, part.first, part.blocks) for part in parts],
+            [
+                block
+                for part in parts
+                for block in block_tables[part.group][part.block : part.block + part.blocks]
+            ],
         )
         timeout = MIN_LOAD_TIMEOUT_SECONDS
         if promotion is not None:
@@ -89,7 +89,7 @@ class LoadsInFlight:
         if sizes:
             timeout += sum(sizes[part.group] for part in parts) / MIN_COPY_BYTES_PER_SECOND
         slots, generations = [], []
-        if have_blocks(runs, parts):
+        if have_blocks(runs):
             for location in self._locations(state, promotion, parts, end_tokens):
                 slot, generation = unpack_location(location)
                 slots.append(slot)
@@ -241,16 +241,6 @@ class LoadsInFlight:
         """Returns keys of loads in flight that have arrived, for the next step."""
         arrived, self._arrived = tuple(self._arrived), []
         return arrived
-
-    def take_pinned(self) -> tuple[int, ...]:
-        """Returns the loads of which tierd has pinned every key since the last call."""
-        pinned = []
-        while self._session.pinned_loads:
-            number, keys = self._session.pinned_loads.popleft()
-            load = self._active.get(number)
-            if load is not None and keys == len(load.chunk_tokens):
-                pinned.append(number)
-        return tuple(pinned)
 
     def on_load_done(self, result: LoadResult) -> None:
         """Takes one rank's report of a load, or of the end of its copies."""

@@ -2,19 +2,29 @@
 
 ``StepMetadata`` goes from the scheduler to the workers once per step. ``WorkerReport`` goes back
 once per step and rank; vLLM aggregates it over ranks. vLLM pickles both between processes of one
-version.
+version, in every step: what is as by default is left out, and jobs are packed (``jobs``).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
 
-from kvtier.engines.common.jobs import ArrivedKeys, LoadJob, LoadResult, StoreJob
+from kvtier.engines.common.jobs import (
+    ArrivedKeys,
+    LoadJob,
+    LoadResult,
+    Packed,
+    Reduced,
+    StoreJob,
+    pack_stores,
+    unpack_stores,
+)
 
 
 @dataclass(slots=True)
@@ -24,8 +34,6 @@ class StepMetadata(KVConnectorMetadata):
     step: int = 0
     loads: list[LoadJob] = field(default_factory=list)
     stores: list[StoreJob] = field(default_factory=list)
-    pinned_loads: tuple[int, ...] = ()
-    """Loads of which tierd has confirmed that every key stays in its slot."""
     idle: bool = False
     """Whether the step computes no token."""
     cancelled_loads: list[int] = field(default_factory=list)
@@ -42,6 +50,16 @@ class StepMetadata(KVConnectorMetadata):
     still has these weights; empty if it is. A rank uses nothing of them before it knows."""
     voided_stores: tuple[int, ...] = ()
     """Stores whose source blocks are not referenced any longer: they are not delivered."""
+
+    def __reduce__(self) -> Reduced:
+        values = ((name, getattr(self, name)) for name in self.__dataclass_fields__)
+        given = {name: value for name, value in values if value}
+        stores = given.pop("stores", None)
+        return _unpack_step, (given, pack_stores(stores) if stores else None)
+
+
+def _unpack_step(given: dict[str, Any], stores: Packed | None) -> StepMetadata:
+    return StepMetadata(**given, stores=[] if stores is None else unpack_stores(stores))
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Counter as PromCounter
@@ -19,6 +20,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
+from kvtier.config.loader import load_for_engine
+from kvtier.engines.vllm.config import topology_directory
 from kvtier.engines.vllm.counters import (
     BY_NAME,
     COUNTERS,
@@ -30,9 +33,10 @@ from kvtier.engines.vllm.counters import (
     Metric,
     check,
 )
+from kvtier.errors import KVTierError
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +111,31 @@ class KVTierStats(KVConnectorStats):
     def is_empty(self) -> bool:
         """Returns whether there is nothing to report."""
         return not self.data
+
+
+def tier_names(transfer: KVTransferConfig | None) -> tuple[str, ...]:
+    """Returns the names of the tiers; none if the documents cannot be read, which the connector
+    itself reports."""
+    try:
+        topology = load_for_engine(Path(topology_directory(transfer)))
+    except KVTierError:
+        return ()
+    return tuple(tier.name for tier in topology.structural.tiers)
+
+
+def add_worker_counts(stats: KVTierStats, counts: Mapping[str, int], chunk_tokens: int) -> None:
+    """Adds the counts of a rank to ``stats``.
+
+    ``chunk_tokens``: tokens of each store that was delivered; 0 if another rank counts them.
+    """
+    for name, amount in counts.items():
+        if name in ("loaded_bytes", "stored_bytes"):
+            stats.add(name, amount)
+        elif name == "stores_delivered" and chunk_tokens:
+            stats.add("stored_chunks", amount)
+            stats.add("stored_tokens", amount * chunk_tokens)
+        elif name not in ("stores_delivered", "loads_whole"):
+            stats.add("worker_events", amount, name)
 
 
 def made_metrics(

@@ -18,10 +18,9 @@ from collections.abc import Callable
 from typing import Any
 
 from kvtier.engines.vllm import offload_region
-from kvtier.engines.vllm.config import use_vllm_log_handlers
+from kvtier.engines.vllm.config import TOPOLOGY_VARIABLE, use_vllm_log_handlers
 from kvtier.tierd import liveness
 
-TOPOLOGY_VARIABLE = "KVTIER_TOPOLOGY"
 TRANSFER_CONFIG_VARIABLE = "KVTIER_TRANSFER_CONFIG"
 CONNECTOR_NAME = "KVTierConnector"
 CONNECTOR_MODULE = "kvtier.engines.vllm.connector"

@@ -10,6 +10,9 @@ Each request that waits longer than the step in which it arrives is looked up he
 * of the first requests whose prefix is not all in RAM, tierd brings the rest there, until vLLM
   looks them up.
 
+What tierd could not be told, because the client has no room for a message, is looked up again and
+sent in a later step.
+
 A request with the hint ``prefetch`` comes before the ones that need its prefix. Its prefetch goes
 on after its own end, for a bounded time. The scheduler's thread only.
 """
@@ -78,7 +81,7 @@ class QueuedPrefixes:
         self._queued: OrderedDict[str, RequestState] = OrderedDict()
         """Requests that are not admitted."""
         self._unseen: OrderedDict[str, RequestState] = OrderedDict()
-        """Of these, those that were not looked up here."""
+        """Of these, those that tierd was not told of yet."""
         self._asked: set[str] = set()
         """Of these, those that vLLM has looked up."""
         self._incomplete: OrderedDict[str, RequestState] = OrderedDict()
@@ -157,14 +160,15 @@ class QueuedPrefixes:
                 continue
             keys = self._look_up(state).missing
             prefetch = self._send(keys, state) if keys else 0
-            self.outcomes[
-                "started" if prefetch else "not_ready" if keys else "nothing_missing"
-            ] += 1
             if prefetch:
                 self._kept.append((until, prefetch))
+            elif keys:
+                self._keep_later.append((until, state))
+                continue
+            self.outcomes["started" if prefetch else "nothing_missing"] += 1
 
-    def prefetch(self, adapters: AdapterDigests) -> None:
-        """Tells tierd of the first requests of the queue."""
+    def advance(self, adapters: AdapterDigests) -> None:
+        """Tells tierd what to keep in RAM and what to bring there. Once per step."""
         if self._kept or self._keep_later:
             self._end_kept()
             self._start_kept(adapters)
@@ -172,17 +176,17 @@ class QueuedPrefixes:
             return
         left = MAX_CHUNKS_PER_STEP
         if self._unseen:
-            left = self._look_at_queue(adapters, left)
+            left = self._protect_next(adapters, left)
         if self._incomplete:
             self._start_prefetches(left)
 
-    def _look_at_queue(self, adapters: AdapterDigests, left: int) -> int:
-        """Looks the next requests up and tells tierd what to protect; returns how many chunks may
-        still be looked up."""
+    def _protect_next(self, adapters: AdapterDigests, left: int) -> int:
+        """Looks the next requests up and tells tierd which prefixes to protect; returns how many
+        chunks may still be looked up."""
         seen: list[str] = []
         protected: dict[str, int] = {}
         keys: list[tuple[int, WireKeys]] = []
-        prefetches: list[tuple[RequestState, WireKeys]] = []
+        incomplete: list[tuple[RequestState, WireKeys]] = []
         for name, state in self._unseen.items():
             if left <= 0 or len(self._protected) + len(protected) >= MAX_QUEUED_REQUESTS:
                 break
@@ -200,31 +204,37 @@ class QueuedPrefixes:
                 continue
             protected[name] = self._new_id()
             keys.append((protected[name], held.in_ram))
-            if missing and len(self._prefetches) + len(prefetches) < MAX_PREFETCHES:
-                prefetches.append((state, missing))
-            elif missing:
-                self._incomplete[name] = state
+            if missing:
+                incomplete.append((state, missing))
+        if keys and not self._session.send(Queued(requests=tuple(keys))):
+            # They stay among the unseen: a later step looks them up again.
+            seen = [name for name in seen if name not in protected]
+            incomplete.clear()
+            protected.clear()
         for name in seen:
             del self._unseen[name]
-        if keys and self._session.send(Queued(requests=tuple(keys))):
-            self._protected.update(protected)
-        for state, rest in prefetches:
-            self._start_prefetch(state, rest)
+        self._protected.update(protected)
+        for state, missing in incomplete:
+            if not self._start_prefetch(state, missing):
+                self._incomplete[state.request_id] = state
         return left
 
     def _start_prefetches(self, left: int) -> None:
         """Starts further prefetches, in the order of the queue."""
         while self._incomplete and left > 0 and len(self._prefetches) < MAX_PREFETCHES:
-            _, state = self._incomplete.popitem(last=False)
+            name, state = next(iter(self._incomplete.items()))
             held = self._look_up(state)
             left -= max(1, held.looked_up)
-            if held.missing:
-                self._start_prefetch(state, held.missing)
+            if held.missing and not self._start_prefetch(state, held.missing):
+                return
+            del self._incomplete[name]
 
-    def _start_prefetch(self, state: RequestState, missing: WireKeys) -> None:
-        prefetch = self._send(missing, state)
+    def _start_prefetch(self, state: RequestState, missing: WireKeys) -> bool:
+        """Returns False if there is no room for it, here or for the message."""
+        prefetch = self._send(missing, state) if len(self._prefetches) < MAX_PREFETCHES else 0
         if prefetch:
             self._prefetches[state.request_id] = prefetch
+        return bool(prefetch)
 
     def _look_up(self, state: RequestState) -> _HeldPrefix:
         """Looks up which prefix tiers hold. One that is too short to be loaded is none."""

@@ -6,7 +6,8 @@ keys of ``kv_transfer_params`` that begin with ``kvtier.``. Other actions and ke
 connectors: they are not looked at, and nothing is changed.
 
 A client wrote the values, so nothing here raises. If one of them is wrong, none of the request's
-hints has an effect: the request is served like one without hints, which is counted by reason.
+hints has an effect: the request is served like one without hints, which is counted by reason. If
+there is a hint among them that limits what is stored, nothing of the request is stored.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvtier.engines.common.hints import NO_HINTS, RequestHints
+from kvtier.engines.common.hints import INVALID_HINTS, NO_HINTS, RequestHints
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -87,6 +88,8 @@ FIELDS: Mapping[str, tuple[str, Callable[[str, object], Any]]] = {
     "prefetch": ("prefetch", _boolean),
 }
 """Names of hints, without the prefix: the field of ``RequestHints``, and what checks a value."""
+LIMITS_OF_STORES = ("skip_store", "tiers")
+"""Hints without which a request would be stored where it must not be."""
 
 
 def parse_hints(values: Mapping[str, object], tiers: Collection[str]) -> RequestHints:
@@ -133,7 +136,7 @@ class HintReader:
             self._reject(request, error.reason, str(error))
         except Exception as error:  # noqa: BLE001 - a client's objects may do anything
             self._reject(request, "type", type(error).__name__)
-        return NO_HINTS
+        return INVALID_HINTS if _may_limit_stores(request) else NO_HINTS
 
     def _reject(self, request: Request, reason: str, message: str) -> None:
         self.rejected[reason] += 1
@@ -148,6 +151,29 @@ class HintReader:
             self._unlogged,
         )
         self._unlogged, self._log_at = 0, now + LOG_SECONDS
+
+
+def _may_limit_stores(request: Request) -> bool:
+    """Whether hints that could not be read limit what is stored, or may do so."""
+    try:
+        actions = getattr(getattr(request, "kv_hints", None), "actions", None)
+        if isinstance(actions, list | tuple):
+            payloads = [
+                getattr(action, "payload", None)
+                for action in actions[:MAX_PARAMETERS]
+                if getattr(action, "action_type", None) == ACTION_TYPE
+            ]
+            if payloads:
+                return any(
+                    not isinstance(payload, dict) or not payload.keys().isdisjoint(LIMITS_OF_STORES)
+                    for payload in payloads
+                )
+        parameters = getattr(request, "kv_transfer_params", None)
+        return not isinstance(parameters, dict) or any(
+            PREFIX + name in parameters for name in LIMITS_OF_STORES
+        )
+    except Exception:  # noqa: BLE001 - a client's objects may do anything
+        return True
 
 
 def _from_envelope(envelope: object) -> dict[str, object] | None:

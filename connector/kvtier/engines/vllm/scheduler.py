@@ -8,18 +8,15 @@ All hooks run on the scheduler's thread and call no other process. The order wit
     request_finished for each request that ended
     update_connector_output
 
-With asynchronous scheduling vLLM builds the next step before the output of the previous one
-arrives, so only the workers' reports say what was executed.
+Only the workers' reports say which steps were executed (``built_steps``).
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvtier.config.models import Honour
@@ -28,6 +25,7 @@ from kvtier.engines.common.lora import AdapterDigests
 from kvtier.engines.common.request_state import RequestState, reads_no_cache
 from kvtier.engines.common.scheduler_stores import BlockPool, SchedulerStores
 from kvtier.engines.common.tierd_session import TierdSession
+from kvtier.engines.vllm.built_steps import BuiltStep, BuiltSteps
 from kvtier.engines.vllm.cost_estimates import PrefillEstimator, StepTokens
 from kvtier.engines.vllm.kv_events import KVEvents
 from kvtier.engines.vllm.metadata import StepMetadata, WorkerReport
@@ -36,6 +34,7 @@ from kvtier.engines.vllm.queued_prefixes import QueuedPrefixes
 from kvtier.engines.vllm.request_hints import HintReader
 from kvtier.engines.vllm.scheduler_blocks import (
     BlockReferences,
+    before_reset,
     boundary_states,
     step_block_tables,
 )
@@ -43,28 +42,16 @@ from kvtier.engines.vllm.scheduler_loads import SchedulerLoads
 from kvtier.engines.vllm.scheduler_statistics import SchedulerStatistics
 from kvtier.engines.vllm.weights_state import WeightsState
 from kvtier.planner import Planner
-from kvtier.tierd.wire import Arriving, Heartbeat, Promoted
+from kvtier.tierd.wire import Arriving, Promoted
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
-MAX_UNREPORTED_STEPS = 1_024
-"""vLLM has a handful of steps in flight; beyond this the workers do not report at all."""
 CLOSE_SECONDS = 2.0
-UNKNOWN_WEIGHTS = "unknown"
-"""Equal to no fingerprint: loads that depend on it fail."""
 EXECUTED_STATUSES = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"})
 """Statuses that result from the output of an executed step."""
-
-
-@dataclass(slots=True)
-class _BuiltStep:
-    """A step that was built: (request, frontier generation, computed tokens after the step)."""
-
-    number: int
-    requests: list[tuple[RequestState, int, int]] = field(default_factory=list)
 
 
 class KVTierConnectorScheduler:
@@ -97,7 +84,7 @@ class KVTierConnectorScheduler:
         self._adapters = adapters or AdapterDigests()
         self._clock = clock
         self._states: dict[str, RequestState] = {}
-        self._steps: deque[_BuiltStep] = deque()
+        self._steps = BuiltSteps()
         self._step = 0
         self._prompt_tokens = 0
         self._missing_pool_logged = False
@@ -111,26 +98,10 @@ class KVTierConnectorScheduler:
         self.session.close(CLOSE_SECONDS)
 
     def bind_gpu_block_pool(self, pool: BlockPool) -> None:
-        """Takes vLLM's block pool, in which the source blocks of stores are referenced.
-
-        Its ``reset_prefix_cache`` is wrapped: vLLM asks the pool before it calls the connector, and
-        a pool with referenced blocks cannot be reset.
-        """
+        """Takes vLLM's block pool, in which the source blocks of stores are referenced."""
         self.stores.pool = pool
         self.weights.watch(pool)
-        original = getattr(pool, "reset_prefix_cache", None)
-        if original is None:
-            return
-
-        @functools.wraps(original)
-        def reset_prefix_cache() -> bool:
-            try:
-                self.stores.give_back_blocks()
-            except Exception as error:  # the reset is vLLM's and goes on in any case
-                logger.exception("KVTier: cannot give back blocks: %s", error)
-            return bool(original())
-
-        pool.reset_prefix_cache = reset_prefix_cache  # type: ignore[attr-defined]
+        before_reset(pool, self.stores.give_back_blocks)
 
     def _process_messages(self) -> None:
         for event in self.session.drain():
@@ -243,7 +214,7 @@ class KVTierConnectorScheduler:
         """Plans stores of executed chunks and returns the workers' jobs for this step."""
         self._begin_hook()
         self._step += 1
-        self.queue.prefetch(self._adapters)
+        self.queue.advance(self._adapters)
         self.stores.begin_step()
         events = self.events
         if events is not None:
@@ -254,7 +225,7 @@ class KVTierConnectorScheduler:
                 state.drop_blocks()
         block_tables = step_block_tables(output, self._states, len(self._planner.groups))
         offers = boundary_states(output)
-        step, references = _BuiltStep(self._step), self._references
+        step, references = BuiltStep(self._step), self._references
         step_tokens, decode_tokens = StepTokens(), 0
         stores, states, chunk_tokens = self.stores, self._states, self._planner.chunk_tokens
         may_store, windows = stores.can_plan(), bool(references.windows)
@@ -297,20 +268,20 @@ class KVTierConnectorScheduler:
                 references.add_states(self._step, state, tokens, offers[request_id])
         step_tokens.decode_tokens = decode_tokens
         self._update_heartbeat()
-        self._steps.append(step)
         self.prefill.step_built(self._step, step_tokens)
-        if len(self._steps) > MAX_UNREPORTED_STEPS:
-            self.stores.on_step_executed(self._steps.popleft().number, lambda state: 0)
+        unreported = self._steps.add(step)
+        if unreported:
+            self.stores.on_step_executed(unreported, lambda state: 0)
         if self.stores.pool is None and not self._missing_pool_logged:
             self._missing_pool_logged = True
             logger.warning("KVTier: storing nothing: this vLLM does not expose its block pool")
+        ready = self.session.ready
         metadata = StepMetadata(
             step=self._step,
-            pinned_loads=self.loads.in_flight.take_pinned(),
             idle=not output.num_scheduled_tokens,
             identity=self.weights.number,
             report_weights=self.weights.report_needed,
-            assumed_weights=self._assumed_weights(),
+            assumed_weights=self.weights.of_loads(ready.weights if ready is not None else ()),
         )
         # What was taken must reach the workers: nothing after this line may raise.
         metadata.stores = self.stores.take_jobs()
@@ -338,15 +309,6 @@ class KVTierConnectorScheduler:
             voided_stores=self.stores.take_voided(),
         )
 
-    def _assumed_weights(self) -> tuple[str, ...]:
-        """The fingerprints that the loads of this step belong to, while it is not known whether the
-        engine still has these weights."""
-        if self.weights.known:
-            return ()
-        ready = self.session.ready
-        known = ready.weights if ready is not None else ()
-        return known or (UNKNOWN_WEIGHTS,) * self._planner.ranks
-
     def _storable_chunks(self, state: RequestState) -> int:
         request, planner = state.request, self._planner
         return state.frontier.storable_chunks(
@@ -370,19 +332,14 @@ class KVTierConnectorScheduler:
         """
         try:
             if recomputes:
-                self._drop_turned_back()
+                self._steps.drop_turned_back()
             if not isinstance(report, WorkerReport):
                 return
             self._begin_hook()
             self._take_weights(report)
             self.stores.worker_epoch = report.attached_epoch
             self.prefill.step_executed(report.step)
-            while self._steps and self._steps[0].number <= report.step:
-                for state, generation, tokens in self._steps.popleft().requests:
-                    # ``Frontier.executed`` without a call for each running request.
-                    frontier = state.frontier
-                    if generation == frontier.generation and tokens > frontier.executed_tokens:
-                        frontier.executed_tokens = tokens
+            self._steps.executed(report.step)
             self.stores.on_step_executed(report.step, self._final_chunks)
         finally:
             # Each end is reported once: what it holds would be held until the engine ends.
@@ -407,23 +364,9 @@ class KVTierConnectorScheduler:
         if report.loads:
             self._update_heartbeat()
 
-    def _drop_turned_back(self) -> None:
-        """A connector beside KVTier has failed to load within a step, so what the step computed
-        from these blocks is wrong: none of it is stored, and the request counts from the start."""
-        for step in self._steps:
-            for state, generation, tokens in step.requests:
-                current = generation == state.frontier.generation
-                if current and state.request.num_computed_tokens < tokens:
-                    state.frontier.lose_blocks()
-
     def _update_heartbeat(self) -> None:
         """tierd reports which share of prompt tokens came from which tier."""
-        by_tier, previous = self.loads.in_flight.loaded_tokens, self.session.heartbeat
-        loaded = tuple(by_tier[tier] for tier in range(max(by_tier) + 1)) if by_tier else ()
-        if (previous.prompt_tokens, previous.loaded_tokens) != (self._prompt_tokens, loaded):
-            self.session.heartbeat = Heartbeat(
-                prompt_tokens=self._prompt_tokens, loaded_tokens=loaded
-            )
+        self.session.report_tokens(self._prompt_tokens, self.loads.in_flight.loaded_tokens)
 
     # Ends.
 
@@ -446,13 +389,8 @@ class KVTierConnectorScheduler:
         self.loads.on_request_finished(state)
         if loading or not store or not state.is_cacheable(self._adapters):
             return
-        frontier = state.frontier
-        if request.status.name in EXECUTED_STATUSES and self._steps:
-            # vLLM finishes a request before it passes on the report of the step that ended it, and
-            # that is the oldest unreported step.
-            for other, generation, tokens in self._steps[0].requests:
-                if other is state:
-                    frontier.executed(generation, tokens)
+        if request.status.name in EXECUTED_STATUSES:
+            self._steps.request_ended(state)
         if self.events is not None:
             chunks = self._planner.chunks(self._hashed_tokens(state))
             self.events.describe(state, chunks, at_end=True)

@@ -8,6 +8,8 @@ scheduler's thread only.
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -17,6 +19,8 @@ from kvtier.planner import GroupKind, Planner
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
+
+logger = logging.getLogger(__name__)
 
 BlockTables = Callable[[RequestState], Sequence[Sequence[int]]]
 """From a request of the step to its block ids, by group."""
@@ -110,3 +114,24 @@ def step_block_tables(
             for known, fresh in zip(state.block_ids, new_blocks, strict=True):
                 known.extend(fresh)
     return lambda state: state.block_ids
+
+
+def before_reset(pool: object, give_back: Callable[[], object]) -> None:
+    """Calls ``give_back`` before each reset of the prefix cache.
+
+    vLLM asks the pool before it calls the connector, and a pool with referenced blocks cannot be
+    reset.
+    """
+    original = getattr(pool, "reset_prefix_cache", None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def reset_prefix_cache() -> bool:
+        try:
+            give_back()
+        except Exception as error:  # the reset is vLLM's and goes on in any case
+            logger.exception("KVTier: cannot give back blocks: %s", error)
+        return bool(original())
+
+    pool.reset_prefix_cache = reset_prefix_cache  # type: ignore[attr-defined]

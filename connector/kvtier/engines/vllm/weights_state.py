@@ -24,6 +24,8 @@ from kvtier.engines.vllm.metadata import WorkerReport
 logger = logging.getLogger(__name__)
 WAIT_SECONDS = 1.0
 """How long requests wait for the fingerprint after the number rose. It takes one step."""
+UNKNOWN_WEIGHTS = "unknown"
+"""Equal to no fingerprint: loads that depend on it fail."""
 
 
 class WeightsState:
@@ -86,6 +88,14 @@ class WeightsState:
     def worth_waiting(self) -> bool:
         """Whether a request should wait for the fingerprint."""
         return not self.known and self._clock() - self._risen_at < WAIT_SECONDS
+
+    def of_loads(self, opened: tuple[str, ...]) -> tuple[str, ...]:
+        """Returns the fingerprints that the loads of a step depend on, in rank order; empty while
+        the engine is known to have these weights.
+
+        ``opened``: those that the open namespace belongs to, empty if they are not known.
+        """
+        return () if self.known else opened or (UNKNOWN_WEIGHTS,) * self._ranks
 
     def take_report(self, report: WorkerReport) -> bool:
         """Takes the fingerprints of a step; returns whether the weights became known by it."""

@@ -1,6 +1,8 @@
 """The worker side of the vLLM connector: one object per rank, called by the engine's thread.
 
-Nothing here blocks. The hooks submit copies and take what has ended. The order within a step:
+The hooks submit copies and take what has ended. Nothing here blocks, except that a step that
+computes nothing waits at most ``IDLE_WAIT_SECONDS`` for what a load needs before it can be
+reported. The order within a step:
 
     handle_preemptions, [forward pass], start_load_kv, wait_for_save,
     get_transfer_results or get_finished, get_block_ids_with_load_errors,
@@ -63,6 +65,11 @@ EARLY_BYTES = 512 << 20
 """An engine that computes nothing may resume a request while so much of its load is being copied,
 about 10 ms at 50 GB/s: launching the kernels of its step takes as long. A request that arrives in
 this time waits for the copies too."""
+IDLE_WAIT_SECONDS = 0.003
+"""How long a step that computes nothing may wait until a load can be reported. Another such step
+takes 1 to 2 ms, and with asynchronous scheduling vLLM reads its report two steps later. An H200
+reads 8 GB of weights in this time."""
+IDLE_POLL_SECONDS = 0.0001
 CopyEngineFactory = Callable[[Mapping[str, object], Codec], CopyEngine]
 
 
@@ -376,9 +383,18 @@ class KVTierConnectorWorker:
         return None, completed.recving or None
 
     def _poll(self) -> None:
-        metadata = self._metadata
-        if self._thread is not None and metadata is not None:
-            self._thread.poll(metadata.pinned_loads, EARLY_BYTES if metadata.idle else 0)
+        thread, metadata = self._thread, self._metadata
+        if thread is None or metadata is None:
+            return
+        early_bytes = EARLY_BYTES if metadata.idle else 0
+        thread.poll(early_bytes)
+        if not metadata.idle or not thread.awaits_word(early_bytes):
+            return
+        until = time.monotonic() + IDLE_WAIT_SECONDS
+        while thread.awaits_word(early_bytes) and time.monotonic() < until:
+            time.sleep(IDLE_POLL_SECONDS)  # the session's thread needs the interpreter lock
+            self._take_fingerprint()
+            thread.poll(early_bytes)
 
     def _guarded(self, call: Callable[[], None]) -> None:
         """Calls ``call``. What has ended is reported whether or not it raises.

@@ -2,7 +2,8 @@
 
     offset  size  content (integers are little-endian)
          0     8  magic "KVTIEROB"
-         8     2  format version: 1, or 2 if the object is encrypted; 2 more if it expires
+         8     2  format version: 1, or 2 if the object is encrypted; 2 more if it expires, 4 more
+                  if requests limit it to tiers
         10     1  checksum kind: 1 XXH3-128, 2 BLAKE3 cut to 128 bits
         11     1  KV cache group (first byte of the key)
         12     4  number of shards, 1..64
@@ -27,8 +28,9 @@
       4096     …  shards, each from a multiple of 4096, zeros between them
 
 If the object is encrypted, bytes 256..4079 and everything from 4096 are; the last checksum covers
-the encrypted header. An object that expires has a version of its own, so that releases which do not
-know that never use it: to them it is an object of another release.
+the encrypted header. An object that expires, or that is limited to the tiers that it was written
+to, has a version of its own, so that releases which do not know that never use it: to them it is an
+object of another release.
 
 Every byte is covered: the header and the shards by their checksums, the padding by being zero, the
 end by the file's size. A file that parses and verifies is the requested object, byte for byte.
@@ -56,11 +58,19 @@ VERSION = 1
 ENCRYPTED_VERSION = 2
 EXPIRING = 2
 """Added to the version of an object that expires."""
-READABLE_VERSIONS = (VERSION, VERSION + EXPIRING)
+LIMITED = 4
+"""Added to the version of an object that is limited to tiers."""
+VERSIONS = tuple(
+    base + expiring + limited
+    for base in (VERSION, ENCRYPTED_VERSION)
+    for expiring in (0, EXPIRING)
+    for limited in (0, LIMITED)
+)
+ENCRYPTED_VERSIONS = tuple(each for each in VERSIONS if (each - VERSION) & 1)
+READABLE_VERSIONS = tuple(each for each in VERSIONS if each not in ENCRYPTED_VERSIONS)
 """Of objects that are not encrypted."""
-ENCRYPTED_VERSIONS = (ENCRYPTED_VERSION, ENCRYPTED_VERSION + EXPIRING)
-EXPIRING_VERSIONS = (VERSION + EXPIRING, ENCRYPTED_VERSION + EXPIRING)
-VERSIONS = (*READABLE_VERSIONS, *ENCRYPTED_VERSIONS)
+EXPIRING_VERSIONS = tuple(each for each in VERSIONS if (each - VERSION) & EXPIRING)
+LIMITED_VERSIONS = tuple(each for each in VERSIONS if (each - VERSION) & LIMITED)
 MAX_SHARDS = 64
 MAX_KEY_BYTES = 64
 SUFFIX = ".kv"
@@ -127,7 +137,7 @@ def write_header(header: memoryview, ref: ObjectRef, meta: ObjectMeta) -> None:
         header,
         0,
         MAGIC,
-        VERSION + (EXPIRING if meta.expires_at else 0),
+        VERSION + (EXPIRING if meta.expires_at else 0) + (LIMITED if meta.limited else 0),
         _KINDS[meta.checksum_kind],
         ref.key[0],
         len(meta.shard_bytes),
@@ -198,7 +208,8 @@ def set_seal(header: memoryview, encrypted: bool, seal: SealFields) -> None:
     The header must be finished afterwards."""
     (version,) = _VERSION.unpack_from(header)
     expiring = EXPIRING if version in EXPIRING_VERSIONS else 0
-    version = (ENCRYPTED_VERSION if encrypted else VERSION) + expiring
+    limited = LIMITED if version in LIMITED_VERSIONS else 0
+    version = (ENCRYPTED_VERSION if encrypted else VERSION) + expiring + limited
     header[8:10] = version.to_bytes(2, "little")
     _SEAL.pack_into(header, _SEAL_AT, seal.tag, seal.key_id.encode("ascii"), seal.salt, seal.nonce)
 
@@ -292,6 +303,7 @@ def read_shards(header: memoryview, fixed: FixedHeader) -> ObjectMeta:
         previous_of(header),
         facts.tenant,
         facts.expires_at,
+        fixed.version in LIMITED_VERSIONS,
     )
     if meta.payload_bytes != fixed.payload_bytes:
         raise TierCorruptError(
