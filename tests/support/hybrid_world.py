@@ -258,6 +258,10 @@ class World:
     outbox: list[tuple[int, int, bool, int]] = field(default_factory=list)
     happened: Counter[str] = field(default_factory=Counter)
     """What the schedule has gone through, by name."""
+    on_loads: Callable[[], None] | None = None
+    """Called when the scheduler side has started a load, before the workers learn of it."""
+    failures: Counter[str] = field(default_factory=Counter)
+    """Loads that failed, by reason, as the engine's metrics count them."""
     checked_tokens: int = 0
     run_directory: str = "/dev/shm/kvtier-unit-test"
     engine_name: str = "engine/dp0"
@@ -291,6 +295,7 @@ class World:
             self.random,
         )
         self.scheduler = self._scheduler(config, hash_tokens)
+        self._note_failures()
         self.step_number = 0
         self.attach()
 
@@ -350,6 +355,20 @@ class World:
                 hash_tokens,
             )
 
+    def _note_failures(self) -> None:
+        collect = self.kvtier.collect_stats
+
+        def noting(stats: KVTierStats) -> None:
+            failures = self.kvtier.loads.in_flight.counts.failures
+            self.failures.update(failures)
+            if len(self.planner.groups) > 1:
+                self.happened["a load lost one group's object"] += failures["gone"]
+            if len(self.ranks) > 1:
+                self.happened["a load lost one rank's shard"] += failures["copy"]
+            collect(stats)
+
+        self.kvtier.collect_stats = noting  # type: ignore[method-assign]
+
     def layers(self, rank: int, group: int) -> int:
         """How many layers of a group a rank has."""
         return 0 if (rank, group) in self.options.missing else LAYERS
@@ -406,6 +425,8 @@ class World:
         self.step_number += 1
         output = self.scheduler.schedule()
         metadata = output.kv_connector_metadata
+        if metadata.loads and self.on_loads is not None:
+            self.on_loads()
         for rank in self.ranks:
             rank.copies.open = False
             if metadata.voided_stores:
