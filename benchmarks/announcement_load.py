@@ -11,6 +11,10 @@ another node knows of the object.
 In a virtual machine with NFS: ``tests/nfs/in_vm python benchmarks/announcement_load.py
 --directory '$NFS_MOUNT' --directory '$NFS_MOUNT_2'``.
 
+An emulated machine cannot do what many nodes do. ``--pace N`` makes all pauses of the tiers, and
+those between stores, N times as long; give ``--seconds`` accordingly. What is printed is as of a
+machine that is N times as fast: calls are per N seconds, and times are divided by N.
+
 The ratio is that of calls per node with the fewest nodes to calls per node with the most, the
 janitor's included; 1 means that the load of a node does not grow with their number.
 """
@@ -61,6 +65,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", type=int, nargs="+", default=[2, 8, 32])
     parser.add_argument("--seconds", type=float, default=10.0, help="of idling, and of storing")
     parser.add_argument("--rate", type=float, default=2.0, help="stores a second and node")
+    parser.add_argument("--pace", type=float, default=1.0, help="what pauses are multiplied by")
 
 
 class CallCounter:
@@ -107,28 +112,35 @@ def run_node(node: int, root: Path, chosen: argparse.Namespace, results: Path) -
     counter.install()
     found: dict[bytes, float] = {}
     document = FileSystemTierDocument(name="disk", path=str(root), sharing="Cluster")
-    tier = FileSystemTier(document, TierLimits(CAPACITY_BYTES))
+    tier = FileSystemTier(
+        document,
+        TierLimits(CAPACITY_BYTES),
+        clock=lambda: time.monotonic() / chosen.pace,
+        pace=chosen.pace,
+    )
     tier.open(lambda _, key, present: found.setdefault(key, time.monotonic()) if present else None)
     (results / f"open-{node}").touch()
     phases: dict[str, dict[str, float]] = {}
     stored: dict[str, float] = {}
     for phase in ("idle", "store"):
-        _wait_for(results / phase)
+        _wait_for(results / phase, chosen.pace)
         before, start = Counter(counter.calls), time.monotonic()
         number = 0
         while (now := time.monotonic()) < start + chosen.seconds:
-            if phase == "store" and now >= start + (number + node / 64) / chosen.rate:
+            if phase == "store" and now >= start + (number + node / 64) * chosen.pace / chosen.rate:
                 ref = key_of(node, number)
                 _, payload, meta = make_object(number, (4096,))
                 with contextlib.suppress(TierError):
                     tier.write(ref, payload, meta)
                     stored[ref.key.hex()] = time.monotonic()
                 number += 1
-            time.sleep(0.02)
+            time.sleep(0.02 * chosen.pace)
         took = time.monotonic() - start
         spent = counter.calls - before
-        phases[phase] = {name: spent[name] / took for name in (FOLLOWING, MAINTAINING)}
-    _wait_for(results / "end")
+        phases[phase] = {
+            name: chosen.pace * spent[name] / took for name in (FOLLOWING, MAINTAINING)
+        }
+    _wait_for(results / "end", chosen.pace)
     (results / f"node-{node}").write_text(
         json.dumps(
             {
@@ -147,9 +159,9 @@ def run_node(node: int, root: Path, chosen: argparse.Namespace, results: Path) -
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _wait_for(path: Path) -> None:
+def _wait_for(path: Path, pace: float = 1.0) -> None:
     while not path.exists():
-        time.sleep(0.05)
+        time.sleep(0.05 * pace)
 
 
 @contextlib.contextmanager
@@ -183,21 +195,22 @@ def measure(count: int, roots: list[Path], chosen: argparse.Namespace) -> dict[s
         with _nodes(count, roots, chosen, results):
             for node in range(count):
                 _wait_for(results / f"open-{node}")
-            time.sleep(SETTLE_SECONDS)
+            time.sleep(SETTLE_SECONDS * chosen.pace)
             for phase in ("idle", "store"):
                 before, start = server_calls(), time.monotonic()
                 (results / phase).touch()
                 time.sleep(chosen.seconds)
                 after = server_calls()
                 if before is not None and after is not None:
-                    served[phase] = (after - before) / (time.monotonic() - start)
-            time.sleep(LAST_SECONDS)
+                    took = (time.monotonic() - start) / chosen.pace
+                    served[phase] = (after - before) / took
+            time.sleep(LAST_SECONDS * chosen.pace)
         found = [json.loads((results / f"node-{node}").read_text()) for node in range(count)]
     finally:
         shutil.rmtree(results, ignore_errors=True)
     stored = {key: at for node in found for key, at in node["stored"].items()}
     delays = [
-        node["found"][key] - at
+        (node["found"][key] - at) / chosen.pace
         for node in found
         for key, at in stored.items()
         if key not in node["stored"] and key in node["found"]

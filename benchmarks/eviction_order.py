@@ -27,7 +27,8 @@ from hashlib import blake2b
 from itertools import count
 from pathlib import Path
 
-from kvtier.store.memory_tier import ArcPolicy, LruPolicy
+from kvtier.store.arc_policy import TriedArcPolicy
+from kvtier.store.memory_tier import LruPolicy
 from kvtier.tiers.filesystem.index import Index
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -249,7 +250,7 @@ def after_scan(trace: Trace, capacity: int) -> list[tuple[object, ...]]:
         lambda given: plain_lru(given, capacity),
         lambda given: whole_suffixes(given, capacity),
         lambda given: replay_policy(given, capacity, LruPolicy),
-        lambda given: replay_policy(given, capacity, ArcPolicy),
+        lambda given: replay_policy(given, capacity, TriedArcPolicy),
         lambda given: replay_index(given, capacity),
     ]
     rows: list[tuple[object, ...]] = []
@@ -275,7 +276,7 @@ def main() -> None:
         capacity = max(1, int(share * distinct))
         progress(f"{capacity} chunks")
         peer, plain = whole_suffixes(trace, capacity), plain_lru(trace, capacity)
-        lru, arc = (replay_policy(trace, capacity, make) for make in (LruPolicy, ArcPolicy))
+        lru, arc = (replay_policy(trace, capacity, make) for make in (LruPolicy, TriedArcPolicy))
         started = time.process_time()
         files = replay_index(trace, capacity)
         seconds += time.process_time() - started

@@ -20,7 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "connector"))
 
 from common import options, progress, report
-from kvtier.store.memory_tier import ArcPolicy, LruPolicy
+from kvtier.store.arc_policy import TriedArcPolicy
+from kvtier.store.memory_tier import LruPolicy
 
 CHUNKS = 24
 """Of a prompt in the end."""
@@ -157,7 +158,7 @@ def main() -> None:
         progress(f"{capacity} chunks")
         best = oracle(conversations, capacity)
         row: list[object] = [f"{part:.0%}"]
-        for make in (LruPolicy, ArcPolicy):
+        for make in (LruPolicy, TriedArcPolicy):
             for known in (False, True):
                 hits, memory = replay(conversations, capacity, make, known)
                 row.append(f"{hits:.3f}")

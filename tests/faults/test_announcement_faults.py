@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,6 +50,37 @@ def test_a_fault_runs_on_each_file_system_and_says_which_cannot_be_had(
     )
     assert on_nfs.reason == f"{NFS_VARIABLE}: {tmp_path} is not on an NFS mount"
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("name", "pace"), [("readers-32", 10.0), ("announcements-lost", 1.0)])
+def test_waits_on_an_emulated_machine_are_bounded_and_many_readers_run_at_its_pace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, pace: float
+) -> None:
+    started: list[tuple[int, float]] = []
+    waits: list[float] = []
+
+    class Nodes(announcement_faults.AnnouncedNodes):
+        def __init__(self, *arguments: Any) -> None:
+            self.capacity_bytes = 1 << 30
+            started.append((arguments[2] + arguments[3], arguments[4]))
+
+        def wait(self, seconds: float, _condition: object) -> bool:
+            waits.append(seconds)
+            return len(waits) == 1
+
+        def stop_storing(self) -> None:
+            pass
+
+        def end(self) -> tuple[dict[int, Any], str]:
+            return {}, ""
+
+    monkeypatch.setattr(announcement_faults, "AnnouncedNodes", Nodes)
+    (row,) = run(ScorecardOptions(tmp_path, (name,), seconds=0.0, slack_seconds=9.0, patience=10.0))
+    assert (row.verdict, row.reason) == ("fail", "stores and loads did not recover")
+    assert [found for _, found in started] == [pace]
+    assert started[0][0] >= 4
+    assert len(waits) == 2
+    assert max(waits) <= announcement_faults.MAX_WAIT_SECONDS <= 600
 
 
 def test_kinds_are_checked(tmp_path: Path) -> None:

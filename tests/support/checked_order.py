@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvtier.prefix_order import KEPT_SHARE
-from kvtier.store.memory_tier import ArcPolicy, EvictionOrder
+from kvtier.store.arc_policy import ArcPolicy
+from kvtier.store.memory_tier import EvictionOrder
 from kvtier.store.state import Entry
 from kvtier.store.store import TierStore
 

@@ -110,6 +110,9 @@ def prefixes_json(found: PrefixSurvey, now: float) -> dict[str, Any]:
                 "deepest": max(space.depths, default=0),
                 "unusableObjects": space.unusable,
                 "unknownObjects": space.unreadable,
+                "usesCountedAgeSeconds": None
+                if space.uses_counted_at is None
+                else round(now - space.uses_counted_at, 3),
                 "largest": [
                     {
                         "beginning": tree.beginning.hex(),
@@ -118,6 +121,7 @@ def prefixes_json(found: PrefixSurvey, now: float) -> dict[str, Any]:
                         "depth": tree.depth,
                         "bytes": tree.size_bytes,
                         "newestUseAgeSeconds": round(now - tree.newest, 3),
+                        "uses": None if space.uses_counted_at is None else tree.uses,
                     }
                     for tree in space.trees[:MAX_TREES]
                 ],
@@ -195,7 +199,12 @@ def _show_namespace(space: NamespacePrefixes, now: float) -> None:
         if objects
     )
     out.print(Text(f"last use {ages}"))
-    table = _table("beginning", "objects", "longest", "size", "newest use")
+    if space.uses_counted_at is None:
+        out.print(Text(f"how often prefixes were used is not known: {space.uses_unknown_reason}"))
+    else:
+        age = age_text(now - space.uses_counted_at)
+        out.print(Text(f"uses: by the process that leads the directory, saved {age} ago"))
+    table = _table("beginning", "objects", "longest", "size", "newest use", "uses per object")
     for tree in space.trees[:MAX_TREES]:
         beginning = tree.beginning.hex()[:_KEY_DIGITS]
         table.add_row(
@@ -204,6 +213,7 @@ def _show_namespace(space: NamespacePrefixes, now: float) -> None:
             f"{tree.depth:,}",
             size_text(tree.size_bytes),
             age_text(now - tree.newest),
+            "-" if space.uses_counted_at is None else f"{tree.uses / tree.objects:.1f}",
         )
     print_table(table)
     if len(space.trees) > MAX_TREES:

@@ -1,10 +1,11 @@
 """Processes that store into one shared directory and read what they learn of from each other.
 
-``python -m kvtier.harness.announced_nodes ROOT CONTROL CAPACITY WRITERS READERS PAUSE REST`` forks
+``python -m kvtier.harness.announced_nodes ROOT CONTROL CAPACITY WRITERS READERS PACE`` forks
 one process for each writer and reader, each with a file tier over ROOT. A writer stores an object
-every PAUSE seconds until the file ``stop`` is in CONTROL. Every process reads each object that its
-tier announces and compares it with what was stored, and keeps its counts in ``CONTROL/node-N``,
-until the file ``end`` is there. It looks for new ones every REST seconds.
+every ``STORE_SECONDS`` until the file ``stop`` is in CONTROL. Every process reads each object that
+its tier announces and compares it with what was stored, and keeps its counts in ``CONTROL/node-N``,
+until the file ``end`` is there. It looks for new ones every ``REST_SECONDS``. PACE multiplies these
+and all pauses of the tiers, for emulated machines, which are slower.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from kvtier.tiers.base import ObjectRef, TierLimits
 from kvtier.tiers.filesystem import FileSystemTier
 
 SEEDS_PER_NODE = 1_000_000
+STORE_SECONDS = 0.2
+REST_SECONDS = 0.01
 STATUS_RESTS = 25
 """Between two reports of a node."""
 
@@ -52,7 +55,7 @@ class NodeCounts:
 class AnnouncedNode:
     """One process of the directory."""
 
-    def __init__(self, root: Path, capacity_bytes: int, number: int) -> None:
+    def __init__(self, root: Path, capacity_bytes: int, number: int, pace: float) -> None:
         self.status = NodeCounts()
         self._number = number
         self._learned: deque[tuple[bytes, float]] = deque()
@@ -60,7 +63,12 @@ class AnnouncedNode:
         document = FileSystemTierDocument(
             name="shared", path=str(root), sharing="Cluster", direct_io="Never"
         )
-        self.tier = FileSystemTier(document, TierLimits(capacity_bytes))
+        self.tier = FileSystemTier(
+            document,
+            TierLimits(capacity_bytes),
+            clock=lambda: time.monotonic() / pace,
+            pace=pace,
+        )
         self.tier.open(self._changed)
 
     def _changed(self, _namespace: str, key: bytes, present: bool) -> None:
@@ -111,14 +119,14 @@ class AnnouncedNode:
         replace_file(path, json.dumps(asdict(self.status)).encode())
 
 
-def run_node(node: AnnouncedNode, control: Path, number: int, pause: float, rest: float) -> None:
-    """Runs one node until it is told to end, with ``pause`` seconds between two stores; 0: none.
-    ``rest``: seconds between two looks at what it has learned."""
+def run_node(node: AnnouncedNode, control: Path, number: int, *, writes: bool, pace: float) -> None:
+    """Runs one node until it is told to end."""
     report, store_at, report_at = control / f"node-{number}", 0.0, 0.0
+    rest = REST_SECONDS * pace
     while not (control / "end").exists():
         now = time.monotonic()
-        if pause and now >= store_at and not (control / "stop").exists():
-            store_at = now + pause
+        if writes and now >= store_at and not (control / "stop").exists():
+            store_at = now + STORE_SECONDS * pace
             node.store()
         node.read_learned()
         if now >= report_at:
@@ -144,16 +152,15 @@ def main(arguments: Sequence[str]) -> int:
     """Forks the nodes and waits for them. 1 if one failed."""
     root, control = Path(arguments[0]), Path(arguments[1])
     capacity, writers, readers = (int(each) for each in arguments[2:5])
-    rest = float(arguments[6])
+    pace = float(arguments[5])
     children = []
     for number in range(writers + readers):
         child = os.fork()
         if not child:
             status = 1
             try:
-                pause = float(arguments[5]) if number < writers else 0.0
-                node = AnnouncedNode(root, capacity, number)
-                run_node(node, control, number, pause, rest)
+                node = AnnouncedNode(root, capacity, number, pace)
+                run_node(node, control, number, writes=number < writers, pace=pace)
                 status = 0
             except BaseException:  # noqa: BLE001
                 traceback.print_exc()

@@ -33,9 +33,8 @@ READERS = 32
 START_SECONDS = 120.0
 RECOVERY_SECONDS = 120.0
 DAMAGE_SECONDS = 0.2
-STORE_SECONDS = 0.2
-REST_SECONDS = 0.01
-"""Between two looks of a process at what it has learned, on a machine that is not slow."""
+MAX_WAIT_SECONDS = 600.0
+"""For one condition, however slow the machine is."""
 
 Damage = Callable[[Path], None]
 
@@ -70,7 +69,7 @@ class AnnouncedNodes:
     """The processes of one fault."""
 
     def __init__(
-        self, root: Path, home: Path, writers: int, readers: int, patience: float = 1.0
+        self, root: Path, home: Path, writers: int, readers: int, pace: float = 1.0
     ) -> None:
         self.root = root
         self.capacity_bytes = READERS_CAPACITY_BYTES if readers else CAPACITY_BYTES
@@ -79,7 +78,7 @@ class AnnouncedNodes:
         home.mkdir(parents=True)
         root.mkdir(parents=True)
         command = [sys.executable, "-m", "kvtier.harness.announced_nodes", str(root), str(home)]
-        numbers = (self.capacity_bytes, writers, readers, STORE_SECONDS, REST_SECONDS * patience)
+        numbers = (self.capacity_bytes, writers, readers, pace)
         self._log = home / "log"
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -137,16 +136,20 @@ def run(
     patience: float = 1.0,
 ) -> Measurements:
     """Runs one fault on a new directory ``root``; logs and counts are in ``home``.
-    ``slack_seconds``: what a slow machine may add to a wait of a second. ``patience``: what waits
-    are multiplied by."""
+    ``slack_seconds``: what a slow machine may add to a wait. ``patience``: what waits are
+    multiplied by, and for the many readers all pauses of the processes as well: their polls and
+    heartbeats alone are more than an emulated machine can do."""
     damage = DAMAGES.get(name)
     measurements = Measurements()
     writers, readers = (NODES, 0) if damage is not None else (1, READERS)
-    nodes = AnnouncedNodes(root, home, writers, readers, patience)
-    patience *= 1 + slack_seconds
+    nodes = AnnouncedNodes(root, home, writers, readers, patience if readers else 1.0)
+    start_seconds, recovery_seconds = (
+        min(patience * each + slack_seconds, MAX_WAIT_SECONDS)
+        for each in (START_SECONDS, RECOVERY_SECONDS)
+    )
     damaged = 0
     try:
-        if not nodes.wait(patience * START_SECONDS, lambda found: bool(_logs(root))):
+        if not nodes.wait(start_seconds, lambda found: bool(_logs(root))):
             raise TimeoutError("the processes did not start to announce")
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -161,7 +164,7 @@ def run(
             time.sleep(DAMAGE_SECONDS)
         nodes.stop_storing()
         stopped = time.monotonic()
-        if nodes.wait(patience * RECOVERY_SECONDS, _all_known):
+        if nodes.wait(recovery_seconds, _all_known):
             measurements.recovery_seconds = time.monotonic() - stopped
     finally:
         found, problem = nodes.end()

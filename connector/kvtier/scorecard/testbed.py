@@ -34,7 +34,7 @@ MEMORY_BYTES = 2 * MIB
 CAPACITY_BYTES = 24 * MIB
 BUDGET_SECONDS = 0.5
 """How long a load may wait, on a machine that is not slow."""
-START_SECONDS = 180.0
+START_SECONDS = 600.0
 """A daemon that is started serves after a second; on an emulated machine it may take minutes."""
 FILL_SECONDS = 300.0
 """A slow machine needs several attempts to write what little RAM keeps for a short time only."""

@@ -7,7 +7,6 @@ this module.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from typing import Generic, Protocol, TypeVar
 
@@ -24,7 +23,7 @@ ItemT = TypeVar("ItemT")
 IdentityT = TypeVar("IdentityT", bound=Hashable)
 
 
-def _nowhere(_identity: object) -> bool:
+def nowhere(_identity: object) -> bool:
     return False
 
 
@@ -32,7 +31,7 @@ def _no_rank(_namespace: str, _key: bytes) -> int:
     return 0
 
 
-def _no_tenant(_item: object) -> bytes:
+def no_tenant(_item: object) -> bytes:
     return b""
 
 
@@ -125,8 +124,8 @@ class LruPolicy(Generic[ItemT, IdentityT]):
         self,
         identify: Callable[[ItemT], IdentityT],
         previous: Callable[[ItemT], IdentityT | None],
-        elsewhere: Callable[[IdentityT], bool] = _nowhere,
-        tenant: Callable[[ItemT], bytes] = _no_tenant,
+        elsewhere: Callable[[IdentityT], bool] = nowhere,
+        tenant: Callable[[ItemT], bytes] = no_tenant,
     ) -> None:
         self._identify = identify
         self._previous = previous
@@ -276,98 +275,6 @@ class LruPolicy(Generic[ItemT, IdentityT]):
         if node not in self._items and not self._tree.has_followers(node):
             del self._nodes[identity]
             self._tree.release(node)
-
-
-class ArcPolicy(LruPolicy[ItemT, IdentityT]):
-    """Adaptive replacement: learns how much room to keep for objects that are used often.
-
-    On a trace of conversations it has more hits than LRU in a small tier, and fewer in one that
-    holds a fifth of all chunks (``benchmarks/eviction_order.py``).
-
-    After Megiddo and Modha, "ARC: a self-tuning, low overhead replacement cache" (FAST 2003), with
-    three differences. Only the ends of prefixes are evicted; when one that was used often goes, the
-    object before it counts as used often. Parked objects are in neither list, because they cannot
-    be evicted. And the size is not fixed, because slots move between classes: it is the number of
-    resident objects. There are at most as many ghosts, which remember evicted objects by their
-    identity.
-    """
-
-    def __init__(
-        self,
-        identify: Callable[[ItemT], IdentityT],
-        previous: Callable[[ItemT], IdentityT | None],
-        elsewhere: Callable[[IdentityT], bool] = _nowhere,
-        tenant: Callable[[ItemT], bytes] = _no_tenant,
-    ) -> None:
-        super().__init__(identify, previous, elsewhere, tenant)
-        self._is_often: dict[IdentityT, bool] = {}
-        """Of all objects, those that are leaving included."""
-        self._recent_ghosts: OrderedDict[IdentityT, None] = OrderedDict()
-        self._often_ghosts: OrderedDict[IdentityT, None] = OrderedDict()
-        self.target_recent = 0.0
-        """Target for the number of resident objects that were used once."""
-
-    def admit(self, item: ItemT) -> None:
-        """Adds an object. A ghost of it shows which list was too short."""
-        self._enter(item, self._came_back(self._identify(item)))
-
-    def _came_back(self, identity: IdentityT) -> bool:
-        recent, often = len(self._recent_ghosts), len(self._often_ghosts)
-        came_back = True
-        if identity in self._recent_ghosts:
-            self.target_recent = min(
-                float(len(self._is_often) + 1), self.target_recent + max(1.0, often / recent)
-            )
-            del self._recent_ghosts[identity]
-        elif identity in self._often_ghosts:
-            self.target_recent = max(0.0, self.target_recent - max(1.0, recent / often))
-            del self._often_ghosts[identity]
-        else:
-            came_back = False
-        self._is_often[identity] = came_back
-        return came_back
-
-    def hit(self, item: ItemT) -> None:
-        """Notes a use of the object."""
-        identity = self._identify(item)
-        self._is_often[identity] = True
-        node = self._nodes.get(identity)
-        if node is not None:
-            self._tree.use(node, often=True)
-
-    def leave(self, item: ItemT) -> None:
-        """The object is being evicted."""
-        identity = self._identify(item)
-        node = self._nodes.get(identity)
-        if node is not None and node in self._items:
-            self._is_often[identity] = self._tree.is_often(node)
-        super().leave(item)
-
-    def _return(self, item: ItemT) -> None:
-        self._enter(item, self._is_often[self._identify(item)])
-
-    def forget(self, item: ItemT) -> None:
-        """Removes the object."""
-        self.leave(item)
-        identity = self._identify(item)
-        ghosts = self._often_ghosts if self._is_often.pop(identity) else self._recent_ghosts
-        ghosts[identity] = None
-        while len(self._recent_ghosts) + len(self._often_ghosts) > max(1, len(self._is_often)):
-            longer = (
-                self._recent_ghosts
-                if len(self._recent_ghosts) >= len(self._often_ghosts)
-                else self._often_ghosts
-            )
-            longer.popitem(last=False)
-
-    def victim(self, urgent: bool = True) -> ItemT | None:
-        """The end of a prefix of the list that exceeds its target, which is leaving."""
-        tree = self._tree
-        recent_first = tree.candidates[0] > self.target_recent or not tree.candidates[1]
-        node = tree.oldest(often=not recent_first) or tree.oldest(often=recent_first)
-        if tree.candidates[2]:
-            node = tree.retained_victim(node)
-        return self._take(node or (self._last_resort() if urgent else NONE))
 
 
 class ResidentObjects:

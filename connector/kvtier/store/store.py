@@ -24,12 +24,13 @@ from collections.abc import Iterator, Sequence
 
 from kvtier.config.models import FileSystemTierDocument, Live, MemoryTierDocument, Topology
 from kvtier.store.allocator import SlotAllocator
+from kvtier.store.arc_policy import TriedArcPolicy
 from kvtier.store.context import StoreContext, StoreRuntime
 from kvtier.store.cost_model import PrefixCost
 from kvtier.store.engines import EngineRegistry, check_engine_info
 from kvtier.store.lifetimes import Lifetimes
 from kvtier.store.lookups import LOOKUP_THREADS, TierLookups
-from kvtier.store.memory_tier import ArcPolicy, LruPolicy, ResidentObjects
+from kvtier.store.memory_tier import LruPolicy, ResidentObjects
 from kvtier.store.pool_layout import PoolLayout, pool_layout
 from kvtier.store.prefetch import Prefetches
 from kvtier.store.presence import PresenceIndex
@@ -118,7 +119,7 @@ class TierStore:
         table = recovery.slot_table
         pool = self._pool = SlotPool(pool_bytes, None if table is None else table.layout)
         index = self._index = PresenceIndex(context, tiers)
-        policy: type[LruPolicy[Entry, tuple[str, bytes]]] = ArcPolicy if arc else LruPolicy
+        policy: type[LruPolicy[Entry, tuple[str, bytes]]] = TriedArcPolicy if arc else LruPolicy
         awaited = AwaitedKeys()
         resident = self._resident = ResidentObjects(
             context,

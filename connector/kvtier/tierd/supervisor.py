@@ -35,6 +35,7 @@ from kvtier.tierd.run_directory import SESSIONS_NAME, FileLock, RunDirectory
 from kvtier.tierd.watchdog import DEFAULT_TIMING, Watchdog, WatchdogTiming, tierd_environment
 
 SPAWN_SECONDS = 5.0
+KILL_SECONDS = 1.0
 """A shell takes milliseconds to print the id of the process that it started."""
 _POLL_SECONDS = 0.02
 _TO_STANDARD_ERROR = '"$@" >&2 & echo $!'
@@ -78,7 +79,8 @@ class DetachedProcess:
             self.pid = int(answer)
         except (subprocess.TimeoutExpired, ValueError) as error:
             shell.kill()
-            shell.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                shell.wait(KILL_SECONDS)
             raise OSError(None, f"the shell did not start it: {error}", command[0]) from error
         self._identity = ProcessIdentity(self.pid, process_start(self.pid), pid_namespace())
         self.ended = False

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 
 from kvtier.errors import KVTierError
 from kvtier.transfer.copy_ranges import Addresses
+from kvtier.transfer.driver_calls import DriverCalls, wait_for_calls
 
 cuda: Any = torch.cuda
 """torch has types for few of its CUDA calls."""
@@ -96,7 +96,8 @@ def register(
     """Page-locks ``ranges`` (relative to ``address``) for the device, and waits for all of them.
 
     On failure it unregisters what was registered and raises ``RegistrationError``. ``cancelled`` is
-    called before each range.
+    called before each range. Raises ``DriverHangsError`` if the driver hangs: then the memory must
+    stay where it is.
     """
     # Threads start with the first device as the current one.
     device = torch.device("cuda", current_device(device))
@@ -114,8 +115,13 @@ def register(
             done.append(span[0])
         return ""
 
-    with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="kvtier-register") as executor:
-        problems = [problem for problem in executor.map(one, ranges) if problem]
+    calls = DriverCalls(threads, "kvtier-register")
+    try:
+        answers = [calls.submit(one, span) for span in ranges]
+        wait_for_calls(answers)
+    finally:
+        calls.close(cancel=True)
+    problems = [problem for answer in answers if (problem := answer.result())]
     if problems:
         unregister(address, tuple(done))
         raise RegistrationError(problems[0])

@@ -19,6 +19,7 @@ from kvtier.transfer.cuda_runtime import (
     registration_ranges,
     unregister,
 )
+from kvtier.transfer.driver_calls import DriverHangsError, keep_for_driver
 from kvtier.transfer.engine import CopyEngine
 from kvtier.transfer.host_pool import HostPool
 
@@ -50,12 +51,16 @@ def register_pool(
     """Registers ``pool`` with the device, if the device needs that for asynchronous copies.
 
     Returns the pool with its boundaries, and what ``unregister_pool`` needs. May take seconds.
-    Raises ``RegistrationError``. Any thread.
+    Raises ``RegistrationError``, or ``DriverHangsError``. Any thread.
     """
     if device.type != "cuda":
         return pool, ()
     ranges = registration_ranges(pool.nbytes)
-    register(pool.memory.ctypes.data, ranges, device, cancelled)
+    try:
+        register(pool.memory.ctypes.data, ranges, device, cancelled)
+    except DriverHangsError:
+        keep_for_driver(pool)
+        raise
     begins = tuple(begin for begin, _ in ranges)
     return replace(pool, boundaries=begins[1:]), begins
 

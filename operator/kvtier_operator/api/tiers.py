@@ -63,7 +63,7 @@ class MemoryTier(Model):
             description=(
                 "Which object is evicted first. LRU: the end of the least recently used prefix, "
                 "with an eighth of the room kept for prefixes that were used again. ARC: learns "
-                "how much room to keep for them; it may have fewer hits than LRU."
+                "how much room to keep for them, and is used while it has more hits than LRU would."
             )
         ),
     ] = EvictionPolicy.LRU

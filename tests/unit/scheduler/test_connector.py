@@ -327,6 +327,32 @@ def test_errors_in_any_hook_do_not_end_the_engine(
     connector.shutdown()
 
 
+def test_the_hooks_of_a_sleep_reach_the_workers_copies_and_never_raise(
+    connector: KVTierConnector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert KVTierConnector.supports_sleep_mode(None)
+    # The scheduler side has no memory of the KV cache.
+    connector.unregister_kv_caches()
+    connector.restore_kv_caches()
+    calls: list[str] = []
+    worker = SimpleNamespace(
+        suspend_copies=lambda: calls.append("suspended"),
+        resume_copies=lambda: calls.append("resumed"),
+    )
+    monkeypatch.setattr(connector, "_worker", worker)
+    connector.unregister_kv_caches()
+    connector.restore_kv_caches()
+    assert calls == ["suspended", "resumed"]
+
+    def broken() -> None:
+        raise RuntimeError("no")
+
+    worker.resume_copies = broken
+    connector.restore_kv_caches()
+    monkeypatch.setattr(connector, "_worker", None)
+    assert connector.get_kv_connector_stats().data["errors"] == {"restore_kv_caches": 1}  # type: ignore[union-attr]
+
+
 def test_hits_are_attributed_to_host_and_disk(connector: KVTierConnector) -> None:
     CacheHitSource = pytest.importorskip(
         "vllm.v1.metrics.cache_hit_source",

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tests.unit.store.store_fixture import NAMESPACE, StoreFixture, block_hash
 
 from kvtier.prefix_order import KEPT_SHARE, KEPT_TURNS
-from kvtier.store.memory_tier import ArcPolicy, EvictionOrder, LruPolicy
+from kvtier.store.arc_policy import ArcPolicy, TriedArcPolicy
+from kvtier.store.memory_tier import EvictionOrder, LruPolicy
 
 Previous = Callable[[int], int | None]
 
@@ -405,18 +406,104 @@ class TestArc:
         assert len(policy._recent_ghosts) + len(policy._often_ghosts) <= 3
 
 
+class TestTriedArc:
+    """A prompt that comes back after every scan, in a room that a scan fills."""
+
+    @staticmethod
+    def replay(policy: LruPolicy[int, int], room: int, scans: int, scan: int) -> int:
+        """How many of the prompt's chunks are held each time, in all."""
+        held: set[int] = set()
+        hits = 0
+        fresh = iter(range(1_000, 1_000_000))
+        for _ in range(scans):
+            prompts = [list(range(5)), list(range(5))]
+            prompts += [[next(fresh)] for _ in range(scan)]
+            for number, prompt in enumerate(prompts):
+                for chunk in prompt:
+                    if chunk in held:
+                        hits += not number
+                        policy.hit(chunk)
+                        continue
+                    if len(held) >= room and (victim := evict(policy)) is not None:
+                        held.discard(victim)
+                    held.add(chunk)
+                    policy.admit(chunk)
+        return hits
+
+    def test_arc_is_used_from_when_it_is_ahead(self) -> None:
+        tried = TriedArcPolicy[int, int](lambda item: item, before)
+        assert not tried.arc_leads
+        hits = [self.replay(policy, 20, 10, 200) for policy in (lru(before), arc(before), tried)]
+        assert hits[0] == 0, "the scan is longer than what LRU keeps"
+        assert hits[1] == 45
+        assert tried.arc_leads
+        assert hits[2] >= 40, "one scan decides"
+
+    @pytest.mark.parametrize(("room", "gap"), [(20, 9), (40, 21), (40, 31)])
+    def test_lru_is_used_while_it_is_not_behind(self, room: int, gap: int) -> None:
+        """What was used often is used no more: later, each chunk comes back once, soon."""
+
+        def back(policy: LruPolicy[int, int]) -> int:
+            hot = [chunk for _ in range(20) for chunk in range(room - 4)]
+            later = [1_000 + step - gap * (step % 2) for step in range(4_000)]
+            held: set[int] = set()
+            hits = 0
+            for chunk in hot + later:
+                if chunk in held:
+                    hits += 1
+                    policy.hit(chunk)
+                    continue
+                if len(held) >= room and (victim := evict(policy)) is not None:
+                    held.discard(victim)
+                held.add(chunk)
+                policy.admit(chunk)
+            return hits
+
+        tried = TriedArcPolicy[int, int](lambda item: item, lambda _: None)
+        assert back(arc()) < back(lru()) <= back(tried)
+
+    def test_what_it_remembers_is_bounded_by_what_is_resident(self) -> None:
+        policy = TriedArcPolicy[int, int](lambda item: item, before)
+        admit(policy, *range(100))
+        for item in range(1_000, 5_000):
+            evict(policy)
+            admit(policy, item)
+        for trial in (policy._lru_trial, policy._arc_trial):
+            assert len(trial) <= 100
+        while len(policy) > 10:
+            evict(policy)
+        for item in range(10_000, 10_050):
+            evict(policy)
+            admit(policy, item)
+        for trial in (policy._lru_trial, policy._arc_trial):
+            assert len(trial) <= 10
+
+    def test_a_predecessor_that_becomes_known_later_is_followed(self) -> None:
+        known: dict[int, int] = {}
+        policy = TriedArcPolicy[int, int](lambda item: item, known.get)
+        admit(policy, 1, 2)
+        known[1] = 2
+        policy.follow(1)
+        assert evict_all(policy) == [1, 2]
+        for trial in (policy._lru_trial, policy._arc_trial):
+            assert trial._order._previous(trial._held[1]) == 2
+
+
 @pytest.mark.parametrize(("name", "survives"), [("LRU", False), ("ARC", True)])
 def test_the_policy_of_the_document_is_followed(name, survives: bool) -> None:  # type: ignore[no-untyped-def]
     fixture = StoreFixture(slots=16, eviction_policy=name)
     fixture.engine()
-    fixture.fill(3)
+    scanned = iter(range(100, 1_000))
+    # ARC is used from the first scan on after which it would have had more hits.
     for _ in range(2):
-        ready = fixture.load(0, 1, 2)
-        fixture.store.release_load("e", ready.load)
-    for chunk in range(100, 130):
-        fixture.put(chunk)
-        fixture.settle()
-        fixture.advance(0.11)
+        fixture.fill(3)
+        for _ in range(2):
+            ready = fixture.load(0, 1, 2)
+            fixture.store.release_load("e", ready.load)
+        for _ in range(30):
+            fixture.put(next(scanned))
+            fixture.settle()
+            fixture.advance(0.11)
     assert all(fixture.bits(chunk) & 1 for chunk in range(3)) == survives
 
 

@@ -1188,10 +1188,12 @@ class StoreMachine(RuleBasedStateMachine):
     def check_files_hold_what_ram_holds(self) -> None:
         """In an idle store whose tiers work, files hold what RAM holds: no backlog and no failed
         volume keeps anything from them. (What was read from one tier is not written to another one
-        before its next use.)"""
+        before its next use. What a request limits to RAM is written nowhere.)"""
         store = self.driver.fixture.store
         for entry in store._resident.entries():
             if not entry.persistent or entry.meta is None:
+                continue
+            if entry.tiers and not any(entry.tiers & each.bit for each in store._tiers.groups):
                 continue
             holders = [
                 group.holder(entry.namespace, entry.key, self.now)

@@ -26,9 +26,10 @@ from kvtier.testing.damage import flip
 from kvtier.testing.objects import make_object
 from kvtier.tiers.base import ObjectRef, TierLimits
 from kvtier.tiers.checksum import preferred
-from kvtier.tiers.filesystem import FileSystemTier
+from kvtier.tiers.filesystem import FileSystemTier, index_saver
 from kvtier.tiers.filesystem.election import is_visible
 from kvtier.tiers.filesystem.gc import CollectHooks, collect
+from kvtier.tiers.filesystem.layout import SAVED_INDEX
 from kvtier.tiers.filesystem.seal import Sealing
 from kvtier.tiers.filesystem.walker import object_path
 from kvtier.tiers.isolation_keys import read_key_set
@@ -553,6 +554,35 @@ def test_inspect_shows_prefixes_with_a_cycle_and_without_knowledge(
     assert sum(tree["objects"] for tree in space["largest"]) == 3
     assert len(found["evictedNext"]) == 3
     assert "it is not known what they follow" in kvtier("inspect", root, "--prefixes").out
+
+
+def test_inspect_shows_how_often_prefixes_were_used(
+    kvtier: Any, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = open_tier(root, 1 << 26)
+    first, *_ = prompts(root, tier)
+    [space] = kvtier("inspect", root, "--prefixes", "--json").json["prefixes"]
+    assert space["usesCountedAgeSeconds"] is None
+    assert all(each["uses"] is None for each in space["largest"])
+    assert "is not known: not saved yet" in kvtier("inspect", root, "--prefixes").out
+    for ref in first[:3]:
+        for _ in range(4):
+            tier.touch(ref)
+    monkeypatch.setattr(index_saver, "SAVE_SECONDS", 0.0)
+    tier.maintain()
+    tier.close()
+    [space] = kvtier("inspect", root, "--prefixes", "--json").json["prefixes"]
+    assert 0 <= space["usesCountedAgeSeconds"] < 600
+    found = {each["beginning"]: each["uses"] for each in space["largest"]}
+    # Twelve, and two objects of it are stored twice.
+    assert found.pop(first[0].key.hex()) == 14
+    assert set(found.values()) == {0}
+    out = kvtier("inspect", root, "--prefixes").out
+    assert "uses: by the process that leads the directory" in out
+    assert " 2.3\n" in out, "fourteen uses of six objects"
+    [path] = root.glob(f"*/{SAVED_INDEX}")
+    path.write_bytes(path.read_bytes()[:-1])
+    assert "the saved index cannot be used" in kvtier("inspect", root, "--prefixes").out
 
 
 def test_inspect_of_an_empty_tier_shows_no_prefixes(kvtier: Any, root: Path) -> None:

@@ -15,7 +15,7 @@ from kvtier.errors import TierMissError, TierNoSpaceError, TierUnavailableError
 from kvtier.testing.objects import NAMESPACE, buffer, make_object
 from kvtier.tiers.base import TierLimits
 from kvtier.tiers.filesystem import FileSystemTier, io, maintenance, tier
-from kvtier.tiers.filesystem.election import LEASE_SECONDS
+from kvtier.tiers.filesystem.election import HEARTBEAT_SECONDS, LEASE_SECONDS
 from kvtier.tiers.filesystem.layout import writers_path
 from kvtier.tiers.filesystem.walker import object_path
 
@@ -571,3 +571,14 @@ def test_missing_records_are_recreated(
     into = buffer(payload.nbytes)
     host.tier.read(ref, into)
     assert into == payload
+
+
+def test_pauses_are_multiplied_by_the_pace(tmp_path: Path) -> None:
+    document = FileSystemTierDocument(name="slow", path=str(tmp_path / "tier"), sharing="Node")
+    clock = [0.0]
+    tier = FileSystemTier(document, TierLimits(64 * MIB), clock=lambda: clock[0], pace=4.0)
+    for kind in ("leases", "evictions", "scans"):
+        assert tier.maintenance.pause_seconds(kind) == 4 * HEARTBEAT_SECONDS
+    tier.maintenance.wake()
+    assert tier.maintenance.pause_seconds("leases") == 4 * maintenance.BUSY_SECONDS
+    assert tier.maintenance.pause_seconds("scans") == 4 * HEARTBEAT_SECONDS

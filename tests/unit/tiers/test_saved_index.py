@@ -18,7 +18,7 @@ from kvtier.errors import TierMissError
 from kvtier.testing.objects import NAMESPACE, buffer, make_object
 from kvtier.tiers.base import ObjectRef, TierLimits
 from kvtier.tiers.filesystem import FileSystemTier, index_saver, saved_index
-from kvtier.tiers.filesystem.index import Index, SavedObject
+from kvtier.tiers.filesystem.index import MAX_USES, Index, SavedObject
 from kvtier.tiers.filesystem.layout import SAVED_INDEX
 from kvtier.tiers.filesystem.maintenance import DirectoryMaintenance
 from kvtier.tiers.isolation_keys import KeySet, make_key
@@ -321,16 +321,86 @@ def test_an_object_of_a_saved_index_is_the_ref_that_was_stored() -> None:
     assert [ObjectRef(namespace, key) for namespace, key, _ in index.entries()] == [ref]
 
 
-def test_a_saved_index_of_the_previous_version_is_used(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saved.unlink()
-    monkeypatch.setattr(saved_index, "_VERSION", 1)
-    monkeypatch.setattr(saved_index, "_KNOWN", 0)
-    with opened(tmp_path) as tier:
-        saved_index.write(str(saved), tier._index, NAMESPACE, None, 0o640)
-    monkeypatch.undo()
+def earlier(data: bytes, version: int) -> bytes:
+    """A saved index as releases wrote it that did not count uses."""
+    head, objects = data[: saved_index._HEAD.size], b""
+    at = len(head)
+    while at < len(data):
+        use, previous, units, _, flags, length = saved_index._OBJECT.unpack_from(data, at)
+        at += saved_index._OBJECT.size
+        rest = length + (saved_index._FACTS.size if flags & saved_index._HAS_FACTS else 0)
+        kept = rest if version > 1 else length
+        flags &= 7 if version > 1 else saved_index._OFTEN
+        objects += saved_index._OBJECT_WITHOUT_USES.pack(use, previous, units, flags, length)
+        objects += data[at : at + kept]
+        at += rest
+    head = head[:8] + version.to_bytes(2, "little") + head[10:-16] + bytes(16)
+    digest = saved_index._hasher(None)
+    digest.update(objects + head)
+    return head[:-16] + digest.digest(16) + objects
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_saved_index_of_an_earlier_version_is_used(saved: Path, version: int) -> None:
+    saved.write_bytes(earlier(saved.read_bytes(), version))
     found = saved_index.read(saved, NAMESPACE, None, 100)
-    assert saved.read_bytes()[8] == 1
+    assert saved.read_bytes()[8] == version
     assert len(found) == len(PROMPT)
-    assert all(each.facts is None for each in saved_index.merged([found]))
+    assert not found.counts_uses
+    assert list(found.uses_by_key()) == []
+    objects = list(saved_index.merged([found]))
+    assert sum(not each.previous for each in objects) == 1
+    assert all((each.facts is None) == (version == 1) for each in objects)
+
+
+def uses(tier: FileSystemTier) -> list[int]:
+    nodes = dict(tier._index.nodes(NAMESPACE))
+    return [tier._index.uses_of(nodes[ref.key]) for ref, _, _ in PROMPT]
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_how_often_objects_were_used_is_kept_across_restarts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, served: bool
+) -> None:
+    """``served``: from the saved index, as a large directory; else it is scanned at the start."""
+    monkeypatch.setattr(index_saver, "MIN_OBJECTS", 1 if served else 1_000)
+    monkeypatch.setattr(index_saver, "SAVE_SECONDS", 0.0)
+    with opened(tmp_path) as tier:
+        for ref, payload, meta in PROMPT:
+            tier.write(ref, payload, meta)
+        for number, (ref, payload, _) in enumerate(PROMPT[:5]):
+            for _ in range(number):
+                tier.read(ref, buffer(payload.nbytes))
+        tier.touch(PROMPT[0][0])
+        assert uses(tier)[:6] == [1, 1, 2, 3, 4, 0]
+        tier.maintain()
+        assert tier.saver.saves == 1
+    with opened(tmp_path) as tier:
+        assert served or not tier.maintenance.verifying
+        assert uses(tier)[:6] == [1, 1, 2, 3, 4, 0]
+        tier.delete(PROMPT[4][0])
+        tier.write(*PROMPT[4])
+        assert uses(tier)[4] == 0, "of another object under the same name"
+
+
+def test_a_small_directory_is_not_saved_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_saver, "MIN_OBJECTS", 1_000)
+    with opened(tmp_path) as tier:
+        tier.write(*PROMPT[0])
+        tier.maintain()
+        assert tier.saver.saves == 0
+
+
+def test_uses_are_counted_up_to_a_bound() -> None:
+    index = Index(1 << 40)
+    index.reserve(4096)
+    index.publish(NAMESPACE, b"key", 4096)
+    index.add_uses(NAMESPACE, b"key", MAX_USES - 1)
+    for _ in range(3):
+        index.touch(NAMESPACE, b"key")
+    index.touch(NAMESPACE, b"key", often=False)
+    index.add_uses(NAMESPACE, b"key", 5)
+    index.add_uses(NAMESPACE, b"other", 5)
+    assert index.uses_of(dict(index.nodes(NAMESPACE))[b"key"]) == MAX_USES

@@ -23,6 +23,8 @@ from kvtier.errors import KVTierError
 from kvtier.store.generations import generation_bytes
 from kvtier.tierd.host_pool import _populate
 from kvtier.tierd.wire import GENERATIONS_NAME
+from kvtier.transfer import driver_calls
+from kvtier.transfer.driver_calls import DriverHangsError
 from kvtier.transfer.host_pool import HostPool
 
 PAGE = 4096
@@ -37,6 +39,10 @@ class FakeDevice:
         self.registered: set[tuple[int, Span]] = set()
         self.calls: list[Span] = []
         self.fail_at = -1
+        self.hang_at = -1
+        self.hangs_undoing = False
+        self.release = threading.Event()
+        """Until then the calls that hang do so."""
         self.called = threading.Condition()
 
     def ranges(self, nbytes: int) -> tuple[Span, ...]:
@@ -47,10 +53,16 @@ class FakeDevice:
             self.calls.append(span)
             if span[0] == self.fail_at:
                 raise KVTierError("locked memory is limited")
+            self.called.notify_all()
+        if span[0] == self.hang_at:
+            self.release.wait()
+        with self.called:
             self.registered.add((pool.identity[1], span))
             self.called.notify_all()
 
     def unregister(self, pool: HostPool, begins: tuple[int, ...]) -> None:
+        if self.hangs_undoing:
+            self.release.wait()
         for begin in begins:
             span = next(each for each in self.ranges(pool.nbytes) if each[0] == begin)
             self.registered.remove((pool.identity[1], span))
@@ -84,6 +96,7 @@ def made(tmp_path: Path) -> Iterator[Made]:
     path = tmp_path / "pool"
     early = EarlyRegistration(path, device.device, filled)
     yield early, device, filled, path
+    device.release.set()
     early.abandon()
 
 
@@ -285,3 +298,93 @@ def test_a_mapper_that_closes_before_its_first_mapping_undoes_the_registration(
     mapper = HostPoolMapper(lambda pool, cancelled: (pool, ()), lambda pool, begins: None, early)
     mapper.close()
     assert not device.registered
+
+
+# A driver that hangs.
+
+
+@pytest.fixture
+def hanging(made: Made, monkeypatch: pytest.MonkeyPatch) -> Made:
+    """The second of three ranges is never registered."""
+    early, device, filled, path = made
+    monkeypatch.setattr(driver_calls, "STALL_SECONDS", 0.2)
+    make_file(path)
+    make_file(path.with_name(GENERATIONS_NAME), generation_bytes(SIZE))
+    device.hang_at, filled.end = PIECE, SIZE
+    settle(early, device, 3)
+    with device.called:
+        assert device.called.wait_for(lambda: len(device.registered) == 2, 10)
+    return made
+
+
+def test_a_hanging_call_is_not_waited_for_and_nothing_else_is_done(hanging: Made) -> None:
+    early, device, _, path = hanging
+    with pytest.raises(DriverHangsError, match="of 3 calls have not ended"):
+        early.take(path, SIZE)
+    assert len(device.registered) == 2, "nothing is undone beside a call that may still succeed"
+    early.look()
+    early.abandon()
+    assert len(device.calls) == 3
+    with pytest.raises(DriverHangsError):
+        early.take(path, SIZE)
+
+
+def test_an_engine_that_stays_off_does_not_wait_for_a_hanging_call(hanging: Made) -> None:
+    early, device, _, _ = hanging
+    early.abandon()
+    early.abandon()
+    assert len(device.registered) == 2
+
+
+def test_a_call_that_hangs_when_it_is_undone_is_not_waited_for(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    early, device, filled, path = made
+    monkeypatch.setattr(driver_calls, "STALL_SECONDS", 0.2)
+    make_file(path)
+    filled.end = SIZE
+    settle(early, device, 3)
+    make_file(path, SIZE + PIECE)
+    device.hangs_undoing = True
+    with pytest.raises(DriverHangsError):
+        early.take(path, SIZE + PIECE)
+
+
+def test_the_mapper_says_once_that_the_driver_hangs_and_maps_nothing_again(hanging: Made) -> None:
+    early, _, _, path = hanging
+    registered: list[Path] = []
+
+    def register(pool: HostPool, cancelled: Callable[[], bool]) -> tuple[HostPool, tuple[int, ...]]:
+        registered.append(path)
+        return pool, (0,)
+
+    mapper = HostPoolMapper(register, lambda pool, begins: None, early)
+    ready = map_pool(mapper, path)
+    assert "the device's driver hangs" in ready.problem
+    assert mapper.hangs == ready.problem
+    mapper.map(path, SIZE, lambda result: pytest.fail("it answers once"))
+    assert mapper.get(path, SIZE) is None
+    mapper.close()
+    assert registered == []
+
+
+def test_the_mapper_does_not_wait_for_a_pool_that_cannot_be_unregistered(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, device, _, path = made
+    monkeypatch.setattr(driver_calls, "STALL_SECONDS", 0.2)
+    make_file(path)
+    make_file(path.with_name(GENERATIONS_NAME), generation_bytes(SIZE))
+    registered: list[Path] = []
+
+    def register(pool: HostPool, cancelled: Callable[[], bool]) -> tuple[HostPool, tuple[int, ...]]:
+        registered.append(path)
+        return pool, (0, PIECE)
+
+    def unregister(pool: HostPool, begins: tuple[int, ...]) -> None:
+        device.release.wait()
+
+    mapper = HostPoolMapper(register, unregister)
+    assert map_pool(mapper, path).problem == ""
+    assert "the device's driver hangs: 2 of 2 calls" in map_pool(mapper, path).problem
+    assert len(registered) == 1

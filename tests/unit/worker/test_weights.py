@@ -16,6 +16,7 @@ import torch
 
 from kvtier.engines.vllm import tensor_digests, weights, word_sums
 from kvtier.engines.vllm.word_sums import CHUNK_BYTES
+from kvtier.namespace import derive_namespace
 
 KERNEL_PROGRAM = """
 import torch
@@ -214,6 +215,38 @@ def test_lora_wrappers_change_nothing() -> None:
     assert _take(wrapped).text == before
 
 
+class _Experts(torch.nn.Module):
+    """A mixture of 4 experts, of which a data parallel rank with expert parallelism has a part."""
+
+    def __init__(self, first: int, stop: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        experts = torch.randn(4, 8, 6, generator=generator)
+        self.attention = _Linear(torch.randn(8, 6, generator=generator))
+        self.w13_weight = torch.nn.Parameter(experts[first:stop].clone(), requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    ("parts", "namespaces"),
+    [
+        # Without expert parallelism every engine has all experts: they share.
+        (((0, 4), (0, 4)), 1),
+        (((0, 2), (2, 4)), 2),
+        (((0, 1), (1, 2), (2, 3), (3, 4)), 4),
+        # Two deployments with equal parts share by rank, whatever their sizes are.
+        (((0, 2), (2, 4), (0, 2), (2, 4)), 2),
+        (((0, 4), (0, 2)), 2),
+    ],
+)
+def test_data_parallel_engines_share_if_they_have_the_same_experts(
+    parts: tuple[tuple[int, int], ...], namespaces: int
+) -> None:
+    texts = [_take(_Experts(*part)).text for part in parts]
+    assert all(texts)
+    found = {derive_namespace("{}", ["codec"], [text])[0] for text in texts}
+    assert len(found) == namespaces
+
+
 def test_a_draft_model_counts() -> None:
     alone = _take(_Model()).text
     drafts = {_take(_Model(), _Model(seed)).text for seed in (3, 4)}
@@ -383,3 +416,16 @@ def test_installing_twice_wraps_once(monkeypatch: pytest.MonkeyPatch) -> None:
     wrapped = WorkerBase.__init__, utils.record_metadata_for_reloading
     weights.install()
     assert (WorkerBase.__init__, utils.record_metadata_for_reloading) == wrapped
+
+
+def test_a_device_that_does_not_answer_leaves_the_weights_unknown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    digests = tensor_digests.TensorDigests(hash_on_host=False)
+    digests.add("a", torch.ones(8))
+    digests.start()
+    digests._events = [SimpleNamespace(query=lambda: False)]
+    monkeypatch.setattr(tensor_digests, "DEVICE_SECONDS", 0.01)
+    found = weights.PendingFingerprint(None, SimpleNamespace(digests=digests, consumed={})).result()  # type: ignore[arg-type]
+    assert found.text == ""
+    assert "the device did not answer within 0.01 s" in found.reason

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import random
+import threading
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,9 @@ from kvtier.engines.vllm.metadata import StepMetadata
 from kvtier.engines.vllm.worker import KVTierConnectorWorker
 from kvtier.planner import GroupKind, KVCacheGroup, Planner
 from kvtier.tierd.wire import PROTOCOL, Deliver, SessionRefused
+from kvtier.transfer import driver_calls
+from kvtier.transfer.driver_calls import DriverCalls, wait_for_calls
+from kvtier.transfer.host_pool import HostPool
 from kvtier.transfer.synthetic_layouts import SyntheticCache, SyntheticGroup, make_every_cache
 
 A, B, C = (1, 2, 3, 4), (5, 6, 7, 8), (9, 10, 11, 12)
@@ -397,3 +402,36 @@ def test_every_load_and_store_is_reported_exactly_once(tmp_path: Path, seed: int
     assert sorted(seen_stores) == sorted(stores)
     assert len(results) == len(owed)
     testbed.worker.shutdown()
+
+
+def test_an_engine_whose_driver_hangs_serves_without_tiers_and_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    release, calls = threading.Event(), DriverCalls(1, "test")
+
+    def register(*_: object) -> tuple[HostPool, tuple[int, ...]]:
+        wait_for_calls([calls.submit(release.wait)])
+        raise AssertionError("the call has ended")
+
+    monkeypatch.setattr(driver_calls, "STALL_SECONDS", 0.2)
+    monkeypatch.setattr(worker_module, "register_pool", register)
+    testbed = make_worker_testbed(tmp_path, attach=False)
+    try:
+        with caplog.at_level(logging.WARNING):
+            testbed.tierd.welcome(1)
+            wait_until(lambda: "driver hangs" in testbed.worker.off_reason)
+            found = testbed.step(loads=[load_job(7, A, slots=testbed.slots(1))])
+            wait_until(lambda: found.loads or found.loads.extend(testbed.step().loads))
+            assert [(each.load, each.keys_loaded) for each in found.loads] == [(7, 0)]
+            testbed.tierd.lose()
+            assert testbed.tierd.wait(lambda tierd: tierd.reattached)
+            testbed.tierd.welcome(2)
+            for _ in range(3):
+                testbed.step()
+                assert testbed.epoch == 0
+            wait_until(lambda: "the host pool cannot be used" in caplog.text)
+        assert caplog.text.count("the device's driver hangs") == 1
+        testbed.worker.shutdown()
+        assert testbed.tierd.closed, "no copy runs"
+    finally:
+        release.set()

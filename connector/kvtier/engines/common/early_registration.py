@@ -5,6 +5,8 @@ the engine is up, neither is waited for. Ranges are registered once tierd has fi
 that this process touched first would be charged to its own memory limit. tierd neither replaces nor
 shrinks what it has filled (``kvtier.tierd.host_pool``), so the registration holds if the file that
 tierd publishes has the same identity; otherwise it is undone.
+
+Where the driver hangs, nothing more is registered or undone, and the engine serves without tiers.
 """
 
 from __future__ import annotations
@@ -14,11 +16,17 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvtier.errors import KVTierError
+from kvtier.transfer.driver_calls import (
+    DriverCalls,
+    DriverHangsError,
+    keep_for_driver,
+    wait_for_calls,
+)
 from kvtier.transfer.host_pool import HostPool, file_identity, open_pool
 
 REGISTER_THREADS = 8
@@ -85,7 +93,8 @@ class EarlyRegistration:
         self._stop = threading.Event()
         self._lock = threading.Lock()
         """Held during each look at the file, and while the registration is taken."""
-        self._executor = ThreadPoolExecutor(REGISTER_THREADS, "kvtier-register")
+        self._calls = DriverCalls(REGISTER_THREADS, "kvtier-register")
+        self._hangs: DriverHangsError | None = None
         self._thread = threading.Thread(target=self._run, name="kvtier-early-pool", daemon=True)
 
     def start(self) -> None:
@@ -98,25 +107,32 @@ class EarlyRegistration:
         """Returns the range ``span`` of the pool (None: all of it) with its boundaries and what
         ``unregister`` needs, once all of it is registered; None if it is another file or range, or
         if registering failed. tierd has published ``nbytes`` of it, which are filled. Any thread;
-        may take seconds. Once only."""
+        may take seconds. Once only.
+
+        Raises ``DriverHangsError``: nothing can be registered.
+        """
         self._stop.set()
         with self._lock:
             found = self._registration
             if found is None or self._path != path or not self._is_current(found, nbytes):
                 self._undo()
+                self._raise_if_hanging()
                 return None
             if found.pool.span != (span or (0, nbytes)):
                 logger.info("KVTier: the host pool is registered once more: for another range")
                 self._undo()
+                self._raise_if_hanging()
                 return None
             self._begin(found, nbytes)
             problem = self._wait(found)
+            self._raise_if_hanging()
             if problem:
                 logger.info("KVTier: the host pool is registered once more: %s", problem)
                 self._undo()
+                self._raise_if_hanging()
                 return None
             self._registration = None
-            self._executor.shutdown(wait=False)
+            self._calls.close()
         begins = tuple(sorted(begin for begin, _ in found.started))
         return replace(found.pool, boundaries=begins[1:]), begins
 
@@ -142,7 +158,7 @@ class EarlyRegistration:
 
     def look(self) -> None:
         """Begins to register what tierd has filled since the last look."""
-        if self._failed:
+        if self._failed or self._hangs is not None:
             return
         try:
             nbytes = file_identity(self._path)[2]
@@ -151,6 +167,8 @@ class EarlyRegistration:
         found = self._registration
         if found is not None and not self._is_current(found, nbytes):
             self._undo_ranges()
+            if self._hangs is not None:
+                return
             found = None
         if found is None and nbytes:
             begin, end = (0, nbytes) if self._expect is None else self._expect(nbytes)
@@ -177,11 +195,15 @@ class EarlyRegistration:
     def _begin(self, found: _Registration, end: int) -> None:
         while found.due and found.pool.begin + found.due[0][1] <= end:
             span = found.due.pop(0)
-            found.started[span] = self._executor.submit(self._device.register, found.pool, span)
+            found.started[span] = self._calls.submit(self._device.register, found.pool, span)
 
-    @staticmethod
-    def _wait(found: _Registration) -> str:
+    def _wait(self, found: _Registration) -> str:
         """Waits for all that was started; returns the first problem, empty if there is none."""
+        try:
+            wait_for_calls(found.started.values())
+        except DriverHangsError as error:
+            self._give_up(found, error)
+            return str(error)
         problems = [each.exception() for each in found.started.values()]
         return next((str(problem) for problem in problems if problem is not None), "")
 
@@ -190,12 +212,32 @@ class EarlyRegistration:
         if found is None:
             return
         self._wait(found)
-        done = [span for span, each in found.started.items() if each.exception() is None]
+        if self._hangs is not None:
+            return
+        done = [begin for (begin, _), each in found.started.items() if each.exception() is None]
         try:
-            self._device.unregister(found.pool, tuple(begin for begin, _ in done))
+            undone = [
+                self._calls.submit(self._device.unregister, found.pool, (begin,)) for begin in done
+            ]
+            wait_for_calls(undone)
+            for each in undone:
+                each.result()
+        except DriverHangsError as error:
+            self._give_up(found, error)
         except (KVTierError, RuntimeError) as error:
             logger.warning("KVTier: cannot undo an early registration: %s", error)
 
+    def _give_up(self, found: _Registration, error: DriverHangsError) -> None:
+        """The driver may still use the pool: it stays mapped."""
+        self._hangs = error
+        self._registration = None
+        self._calls.close(cancel=True)
+        keep_for_driver(found)
+
+    def _raise_if_hanging(self) -> None:
+        if self._hangs is not None:
+            raise self._hangs
+
     def _undo(self) -> None:
         self._undo_ranges()
-        self._executor.shutdown(wait=False)
+        self._calls.close()

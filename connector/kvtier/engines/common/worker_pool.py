@@ -1,7 +1,8 @@
 """Maps the host pool and registers it with the device, on a background thread.
 
 Registering 64 GiB takes about 3 s; meanwhile the engine serves without tiers. The mapper also
-notices when tierd has created another pool file.
+notices when tierd has created another pool file. Where the device's driver hangs, no pool is mapped
+until the engine restarts.
 """
 
 from __future__ import annotations
@@ -19,6 +20,12 @@ from typing import Protocol
 from kvtier.engines.common.early_registration import EarlyRegistration, Span
 from kvtier.store.generations import generation_bytes
 from kvtier.tierd.wire import GENERATIONS_NAME
+from kvtier.transfer.driver_calls import (
+    DriverCalls,
+    DriverHangsError,
+    keep_for_driver,
+    wait_for_calls,
+)
 from kvtier.transfer.host_pool import HostPool, file_identity, open_pool
 
 logger = logging.getLogger(__name__)
@@ -101,6 +108,8 @@ class HostPoolMapper:
         self._mapping: _Mapping | None = None
         self._busy = False
         self._closed = False
+        self.hangs = ""
+        """Why no pool is mapped until the engine restarts; empty unless the driver hangs."""
 
     def expected(self, nbytes: int) -> Span:
         """The range to map before tierd has named one."""
@@ -127,10 +136,11 @@ class HostPoolMapper:
         """Replaces the mapping by one of the bytes ``span`` of ``path``; the background thread
         calls ``on_ready`` once.
 
-        Does nothing while another mapping is in progress: its ``on_ready`` comes first.
+        Does nothing while another mapping is in progress: its ``on_ready`` comes first; nor once
+        the driver hangs.
         """
         with self._lock:
-            if self._busy or self._closed:
+            if self._busy or self._closed or self.hangs:
                 return
             self._busy = True
             previous, self._mapping = self._mapping, None
@@ -152,6 +162,23 @@ class HostPoolMapper:
         if mapping is not None:
             self._unregister(mapping.pool, mapping.registration)
 
+    def _release(self, mapping: _Mapping) -> None:
+        """Unregisters a pool. Raises ``DriverHangsError``."""
+        calls = DriverCalls(1, "kvtier-unregister")
+        try:
+            ended = [
+                calls.submit(self._unregister, mapping.pool, (begin,))
+                for begin in mapping.registration
+            ]
+            wait_for_calls(ended)
+        except DriverHangsError:
+            keep_for_driver(mapping)
+            raise
+        finally:
+            calls.close(cancel=True)
+        for each in ended:
+            each.result()
+
     def _run(
         self,
         previous: _Mapping | None,
@@ -163,7 +190,7 @@ class HostPoolMapper:
         problem = ""
         try:
             if previous is not None:
-                self._unregister(previous.pool, previous.registration)
+                self._release(previous)
             words = open_generations(path.with_name(GENERATIONS_NAME), nbytes)
             started_at = time.monotonic()
             early, self._early = self._early, None
@@ -178,6 +205,8 @@ class HostPoolMapper:
                 nbytes // 1_000_000,
                 time.monotonic() - started_at,
             )
+        except DriverHangsError as error:
+            problem = self.hangs = str(error)
         except Exception as error:  # noqa: BLE001
             # Without an answer the transfer thread would never retry.
             problem = f"{type(error).__name__}: {error}"

@@ -114,7 +114,7 @@ class TransferThread:
     @property
     def failure(self) -> str:
         """Why nothing is copied, for a while or until restart; empty if copies are possible."""
-        return self._failures.reason
+        return self._failures.reason or self._mapper.hangs
 
     def start(self) -> None:
         """Starts the thread, and to attach to tierd."""

@@ -6,6 +6,7 @@ the device, all in one launch, and BLAKE3 hashes the sums.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -23,6 +24,9 @@ from kvtier.engines.vllm.word_sums import (
 )
 
 DIGEST_DIGITS = 32
+DEVICE_SECONDS = 60.0
+"""A device reads its whole memory in a fraction of a second, behind what was launched before."""
+_POLL_SECONDS = 0.0005
 _sums: dict[torch.device, WordSums] = {}
 _streams: dict[torch.device, Any] = {}
 
@@ -170,9 +174,14 @@ class TensorDigests:
         return all(event.query() for event in self._events)
 
     def finish(self) -> dict[str, str]:
-        """Returns the digests by name. Raises ``RuntimeError`` if a device failed."""
+        """Returns the digests by name. Raises ``RuntimeError`` if a device failed, or does not
+        answer within ``DEVICE_SECONDS``."""
+        deadline = time.monotonic() + DEVICE_SECONDS
         for event in self._events:
-            event.synchronize()
+            while not event.query():
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"the device did not answer within {DEVICE_SECONDS:g} s")
+                time.sleep(_POLL_SECONDS)
         found = {device: each.numpy().tobytes() for device, each in self._results.items()}
         all_on_devices = all(part.device in self._results for part in self._parts)
         if not (all_on_devices and self._last is not None and self._last[0] == found):

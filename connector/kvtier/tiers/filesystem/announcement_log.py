@@ -86,7 +86,7 @@ class AnnouncementLog:
             return
         self._thread = threading.Thread(
             target=_loop,
-            args=(weakref.ref(self), self._shared.wake),
+            args=(weakref.ref(self), self._shared.wake, self._directory.pace),
             name="kvtier-announcements",
             daemon=True,
         )
@@ -264,11 +264,11 @@ class AnnouncementLog:
             directory.on_change(entry.namespace, entry.key, True)
 
 
-def _loop(reference: weakref.ref[AnnouncementLog], wake: threading.Event) -> None:
+def _loop(reference: weakref.ref[AnnouncementLog], wake: threading.Event, pace: float) -> None:
     last_error = ""
     pause = threading.Event()
     while True:
-        wake.wait(POLL_SECONDS)
+        wake.wait(POLL_SECONDS * pace)
         wake.clear()
         log = reference()
         if log is None or log.stopping:
@@ -283,4 +283,4 @@ def _loop(reference: weakref.ref[AnnouncementLog], wake: threading.Event) -> Non
                 _log.warning("announcements: %s", error, exc_info=not isinstance(error, OSError))
             last_error = repr(error)
         del log
-        pause.wait(MIN_PAUSE_SECONDS)
+        pause.wait(MIN_PAUSE_SECONDS * pace)

@@ -28,7 +28,8 @@ class TierDirectory:
     ``limits``: the live limits. ``shared``: other processes write here. ``on_change`` announces
     objects that appeared or were removed. ``in_use``: namespaces of engines of this process.
     ``clock``: monotonic seconds, for leases. ``free_space``: keeps ``minFree``; None where the
-    capacity alone limits. ``announcements``: what other processes are told.
+    capacity alone limits. ``announcements``: what other processes are told. ``pace``: what pauses
+    of background threads, and the wait for a grant, are multiplied by.
     """
 
     root: Path
@@ -41,6 +42,7 @@ class TierDirectory:
     clock: Callable[[], float] = time.monotonic
     announcements: Announcements = field(default_factory=lambda: Announcements(False))
     free_space: FreeSpace | None = None
+    pace: float = 1.0
 
     def drop(self, namespace: str, key: bytes) -> None:
         """The object no longer exists: removes it from the index and announces it."""

@@ -32,6 +32,8 @@ from kvtier.tiers.base import ALIGNMENT_BYTES, NO_FACTS, ObjectFacts, TierUsage
 _MAX_UNITS = (1 << 24) - 1
 """Sizes up to 64 GiB in units of 4 KiB."""
 _MAX_TIME = (1 << 32) - 1
+MAX_USES = (1 << 16) - 1
+"""Uses of an object that are counted."""
 _SCANS = 256
 """The scan that last saw an object is known modulo this. Scans that differ by a multiple of it
 cannot be confused, because each removes the objects that it did not see."""
@@ -52,7 +54,7 @@ _REFILL_FRACTION = 16
 class SavedObject(NamedTuple):
     """An object of a saved index (saved_index.py). ``previous``: key of the one before it in its
     prefix; empty if it is not known. ``often``: it was used again. ``facts``: None if they are not
-    known."""
+    known. ``uses``: how many were counted."""
 
     namespace: str
     key: bytes
@@ -60,6 +62,7 @@ class SavedObject(NamedTuple):
     previous: bytes
     often: bool
     facts: ObjectFacts | None = None
+    uses: int = 0
 
 
 def age_rank(used_at: float) -> float:
@@ -100,6 +103,7 @@ class Index:
         self._buckets = array("H", (0,) * KINDS)
         self._units = array("I", (0,) * KINDS)
         self._seen_by = bytearray(KINDS)
+        self._uses = array("H", (0,) * KINDS)
         self._known = bytearray(KINDS)
         """Whether the facts of an object are known."""
         self._unknown = 0
@@ -216,6 +220,17 @@ class Index:
         """Size in units of 4 KiB, predecessor, and whether it was used again."""
         return self._units[node], self._order.predecessor(node), self._order.is_often(node)
 
+    def uses_of(self, node: int) -> int:
+        """How often an object was used, as far as this process knows, up to ``MAX_USES``."""
+        return self._uses[node]
+
+    def add_uses(self, namespace: str, key: bytes, uses: int) -> None:
+        """An object was used so often before this process counted."""
+        with self._lock:
+            node = self._find(namespace, key)
+            if node:
+                self._uses[node] = min(self._uses[node] + uses, MAX_USES)
+
     def facts(self, node: int) -> ObjectFacts | None:
         """The facts of an object; None if they are not known."""
         if not self._known[node]:
@@ -226,12 +241,14 @@ class Index:
 
     def add_saved(self, saved: SavedObject) -> bool:
         """A saved index names an object. True if it is new to the index and there was room."""
-        namespace, key, size_bytes, previous, often, facts = saved
+        namespace, key, size_bytes, previous, often, facts, uses = saved
         with self._lock:
             if self._count >= self._max_objects or self._find(namespace, key):
                 return False
             node = self._enter(namespace, key, size_bytes, previous, often=often)
             self._learn(node, facts)
+            if uses:
+                self._uses[node] = min(uses, MAX_USES)
             return True
 
     # Tenants, and objects that expire.
@@ -475,6 +492,7 @@ class Index:
             node = self._find(namespace, key)
             if node:
                 self._use(namespace, node, previous, often=often)
+                self._count_use(node, often)
 
     def used(self, namespace: str, key: bytes, previous: bytes, facts: ObjectFacts) -> bytes:
         """An object was read: ``touch``, ``learn`` and ``previous`` with one search."""
@@ -485,6 +503,7 @@ class Index:
             if not self._known[node]:
                 self._learn(node, facts)
             self._use(namespace, node, previous)
+            self._count_use(node, True)
             parent = self._order.predecessor(node)
             return self._name(parent)[1] if parent else b""
 
@@ -602,6 +621,7 @@ class Index:
                 self._buckets.append(0)
                 self._units.append(0)
                 self._seen_by.append(0)
+                self._uses.append(0)
                 # No node that is absent is unknown.
                 self._known.append(1)
             self._table.add(name, node)
@@ -640,6 +660,7 @@ class Index:
             self._forget(parent)
         self._seen_by[node] = self._scan
         self._units[node] = 0
+        self._uses[node] = 0
         self._known[node] = 0
         self._unknown += 1
         self._resize(node, size_bytes)
@@ -664,6 +685,10 @@ class Index:
             if parent and not self._order.follow(node, parent):
                 self._forget(parent)
         self._order.use(node, often=often)
+
+    def _count_use(self, node: int, counts: bool) -> None:
+        if counts and self._uses[node] < MAX_USES:
+            self._uses[node] += 1
 
     def _leave(self, node: int) -> tuple[str, bytes]:
         namespace, key = self._name(node)

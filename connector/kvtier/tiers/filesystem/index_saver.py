@@ -1,8 +1,8 @@
 """Saves the index of a directory now and then, and restores it at the start (saved_index.py).
 
-The leader saves, in granted bytes, once a directory is large enough that listing it takes long.
-Nothing here fails the tier: what cannot be saved or restored is logged, and the directory is
-scanned.
+The leader saves, in granted bytes. A directory that is large enough for listing it to take long is
+served from what was saved; of any other one only how often objects were used is taken. Nothing here
+fails the tier: what cannot be saved or restored is logged, and the directory is scanned.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NAMESPACE = re.compile(r"[0-9a-f]{32}")
 SAVE_SECONDS = 600.0
 """Between two saves. Objects that were stored later are found when the scan reaches them."""
 MIN_OBJECTS = 20_000
-"""A smaller directory is scanned in less than a second."""
+"""A smaller directory is scanned in less than a second: it is not served from a saved index."""
 _CHANGED_FRACTION = 50
 """A save is worthwhile when there were as many uses as this part of the objects."""
 _MAX_CAPACITIES = 4
@@ -52,19 +52,16 @@ class IndexSaver:
         self._index = directory.index
         self._keys = keys
         self._publish = publish
+        self._opened_at = directory.clock()
         self._saved_at = float("-inf")
         self._saved_uses = 0
 
     def restore(self) -> int:
         """Fills the index from saved ones and reports their objects; returns how many. The
         directory is to be scanned all the same."""
-        found: list[SavedIndex] = []
-        left = self._index.max_objects
-        for name in self._namespaces():
-            saved = self._read(name, left)
-            if saved is not None and len(saved):
-                left -= len(saved)
-                found.append(saved)
+        found = self._read_all()
+        if sum(map(len, found)) < MIN_OBJECTS:
+            return 0
         restored = 0
         left_bytes = _MAX_CAPACITIES * self._directory.limits().capacity_bytes
         for each in saved_index.merged(found) if found else ():
@@ -83,6 +80,26 @@ class IndexSaver:
                 restored,
             )
         return restored
+
+    def restore_uses(self) -> None:
+        """Takes how often the indexed objects were used from saved indexes. For a directory that
+        was scanned; not for a large one, whose saved index takes long to read."""
+        if self._index.count >= MIN_OBJECTS:
+            return
+        for saved in self._read_all():
+            for key, uses in saved.uses_by_key():
+                if uses:
+                    self._index.add_uses(saved.namespace, key, uses)
+
+    def _read_all(self) -> list[SavedIndex]:
+        found: list[SavedIndex] = []
+        left = self._index.max_objects
+        for name in self._namespaces():
+            saved = self._read(name, left)
+            if saved is not None and len(saved):
+                left -= len(saved)
+                found.append(saved)
+        return found
 
     def _namespaces(self) -> list[str]:
         try:
@@ -108,7 +125,10 @@ class IndexSaver:
         now, uses = self._directory.clock(), self._index.uses
         changed = (uses - self._saved_uses) * _CHANGED_FRACTION
         count = self._index.count
-        if now - self._saved_at < SAVE_SECONDS or count < MIN_OBJECTS or changed < count:
+        if now - self._saved_at < SAVE_SECONDS or not count or changed < count:
+            return
+        if count < MIN_OBJECTS and now - self._opened_at < SAVE_SECONDS:
+            # No start waits for it.
             return
         self._saved_at, self._saved_uses = now, uses
         for namespace in self._index.namespaces():

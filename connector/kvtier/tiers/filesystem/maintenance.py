@@ -154,10 +154,11 @@ class DirectoryMaintenance:
         """Whether the tier was closed."""
         return self._stopping
 
-    def pause_seconds(self) -> float:
-        """How long the loop pauses before its next round."""
+    def pause_seconds(self, kind: str = "leases") -> float:
+        """How long a loop pauses before its next round."""
         busy = self._scans.verifying or self._clock() < self._busy_until
-        return BUSY_SECONDS if busy else HEARTBEAT_SECONDS
+        seconds = BUSY_SECONDS if busy and kind == "leases" else HEARTBEAT_SECONDS
+        return seconds * self._directory.pace
 
     # Bytes.
 
@@ -175,7 +176,8 @@ class DirectoryMaintenance:
             raise TierUnavailableError(f"{self._root}: the tier is closed")
         if size_bytes > self._directory.limits().capacity_bytes:
             raise TierNoSpaceError(f"{self._root}: {size_bytes} bytes exceed the capacity")
-        deadline = time.monotonic() + GRANT_SECONDS
+        pace = self._directory.pace
+        deadline = time.monotonic() + GRANT_SECONDS * pace
         denials, failures = self.grants.denials, self._failures
         request = self.grants.request(size_bytes)
         try:
@@ -193,9 +195,10 @@ class DirectoryMaintenance:
                     )
                 if left <= 0:
                     raise TierNoSpaceError(
-                        f"{self._root}: no grant for {size_bytes} bytes within {GRANT_SECONDS:g} s"
+                        f"{self._root}: no grant for {size_bytes} bytes within "
+                        f"{GRANT_SECONDS * pace:g} s"
                     )
-                self.grants.wait(min(BUSY_SECONDS, left))
+                self.grants.wait(min(BUSY_SECONDS * pace, left))
         finally:
             self.grants.withdraw(request)
 

@@ -67,8 +67,8 @@ class MaintenanceWork(Protocol):
         """Whether the tier was closed."""
         ...
 
-    def pause_seconds(self) -> float:
-        """How long the leases may wait for their next round."""
+    def pause_seconds(self, kind: str) -> float:
+        """How long a kind of work may wait for its next round."""
         ...
 
     def run_leases(self) -> None:
@@ -92,7 +92,6 @@ class MaintenanceWork(Protocol):
         ...
 
 
-_PAUSE_SECONDS = 1.0
 _KINDS = ("leases", "evictions", "scans")
 
 
@@ -141,7 +140,7 @@ def _loop(reference: weakref.ref[MaintenanceWork], kind: str, wake: threading.Ev
         work = reference()
         if work is None:
             return
-        pause = work.pause_seconds() if kind == "leases" else _PAUSE_SECONDS
+        pause = work.pause_seconds(kind)
         del work
         wake.wait(pause)
         wake.clear()

@@ -3,29 +3,33 @@
 
 Reads the header of every object. What an object follows is stored there since this release; it is
 not known of older objects, and of encrypted ones without their key, which then count as beginnings.
-Use is recorded at most once an hour, and how often an object was used is not recorded. So the order
-of eviction is that of a janitor that knows all prefixes and no later uses. Raises ``OSError`` if
-the directory cannot be read.
+Use is recorded at most once an hour. So the order of eviction is that of a janitor that knows all
+prefixes and no later uses. How often objects were used is what the process that leads the directory
+has counted and saved (index_saver.py): uses by other processes, and later ones, are missing.
+
+Raises ``OSError`` if the directory cannot be read.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from kvtier.prefix_order import NONE, PrefixOrder
-from kvtier.tiers.filesystem import io
+from kvtier.tiers.filesystem import io, saved_index
 from kvtier.tiers.filesystem.format import (
     HEADER_BYTES,
     MAGIC,
     READABLE_VERSIONS,
     previous_of,
 )
-from kvtier.tiers.filesystem.index import age_rank
+from kvtier.tiers.filesystem.index import MAX_INDEXED_OBJECTS, age_rank
+from kvtier.tiers.filesystem.layout import SAVED_INDEX
 from kvtier.tiers.filesystem.walker import ObjectFile, ScanReport, object_path, walk
 
 AGES = (3_600.0, 21_600.0, 86_400.0, 604_800.0)
@@ -51,7 +55,7 @@ class Heat:
 class PrefixTree:
     """Objects that follow one beginning. ``depth``: objects on the longest path. ``complete``:
     false if the beginning follows an object that is not held, so that none of them can be used.
-    ``newest``: the last recorded use, in seconds since the epoch.
+    ``newest``: the last recorded use, in seconds since the epoch. ``uses``: of all its objects.
     """
 
     beginning: bytes
@@ -60,19 +64,23 @@ class PrefixTree:
     depth: int = 0
     size_bytes: int = 0
     newest: float = 0.0
+    uses: int = 0
 
 
 @dataclass(slots=True)
 class NamespacePrefixes:
     """``trees``: the largest first. ``unreadable``: objects whose header does not tell what they
     follow, because it is encrypted, of another version or cannot be read. ``depths``: objects by
-    their place in their prefix, from 1."""
+    their place in their prefix, from 1. ``uses_counted_at``: when the uses of trees were saved, in
+    seconds since the epoch; None if they are not known, and ``uses_unknown_reason`` says why."""
 
     name: str
     trees: list[PrefixTree] = field(default_factory=list)
     heat: Heat = field(default_factory=Heat)
     depths: Counter[int] = field(default_factory=Counter)
     unreadable: int = 0
+    uses_counted_at: float | None = None
+    uses_unknown_reason: str = ""
 
     @property
     def unusable(self) -> int:
@@ -127,7 +135,8 @@ def survey_prefixes(root: Path, now: float, at_most: int = 10) -> PrefixSurvey:
                 previous.setdefault(found.namespace, {})[found.key] = before
     places: dict[_Name, _Place] = {}
     for name, objects in held.items():
-        _build_trees(spaces[name], objects, previous.get(name, {}), places)
+        uses = _saved_uses(root, spaces[name])
+        _build_trees(spaces[name], objects, previous.get(name, {}), places, uses)
     return PrefixSurvey(
         sorted(spaces.values(), key=lambda each: each.name),
         [
@@ -174,11 +183,31 @@ def _previous(root: str, found: ObjectFile) -> bytes | None:
     return previous_of(header) if version in READABLE_VERSIONS else None
 
 
+def _saved_uses(root: Path, space: NamespacePrefixes) -> dict[bytes, int]:
+    """How often objects of a namespace were used, as the leader has saved it."""
+    path = root / space.name / SAVED_INDEX
+    try:
+        saved = saved_index.read(path, space.name, None, MAX_INDEXED_OBJECTS)
+        saved_at = path.stat().st_mtime
+    except FileNotFoundError:
+        space.uses_unknown_reason = "not saved yet"
+        return {}
+    except (OSError, saved_index.InvalidIndexError) as error:
+        space.uses_unknown_reason = f"the saved index cannot be used: {error}"
+        return {}
+    if not saved.counts_uses:
+        space.uses_unknown_reason = "saved by an earlier release"
+        return {}
+    space.uses_counted_at = saved_at
+    return dict(saved.uses_by_key())
+
+
 def _build_trees(
     space: NamespacePrefixes,
     objects: dict[bytes, ObjectFile],
     previous: dict[bytes, bytes],
     places: dict[_Name, _Place],
+    uses: Mapping[bytes, int] = MappingProxyType({}),
 ) -> None:
     roots: dict[bytes, tuple[bytes, int]] = {}
     """The beginning of each object's prefix, and its place there."""
@@ -206,6 +235,7 @@ def _build_trees(
         tree.depth = max(tree.depth, depth)
         tree.size_bytes += found.size_bytes
         tree.newest = max(tree.newest, found.used_at)
+        tree.uses += uses.get(key, 0)
         space.depths[depth] += 1
         places[space.name, key] = _Place(depth, tree.complete)
     space.trees = sorted(trees.values(), key=lambda tree: (-tree.size_bytes, tree.beginning))

@@ -10,9 +10,10 @@ them is ignored, and so is a small one.
 
 Head (little-endian): magic (8), version (2), zeros (2), objects (4), namespace (16), key id (32),
 digest (16). Object: use (4), use of the object before it in its prefix (4, 0: not known), size in
-units of 4 KiB (4), flags (1; 1: used again, 2: its facts are known, 4: they follow the key), length
-of the key (1), key, tenant (8), when it expires (8). Objects are in no order; ``use`` ranks them by
-their last use, from 1. The digest covers everything else. Version 1 had the first flag only.
+units of 4 KiB (4), how often it was used (2), flags (1; 1: used again, 2: its facts are known, 4:
+they follow the key), length of the key (1), key, tenant (8), when it expires (8). Objects are in no
+order; ``use`` ranks them by their last use, from 1. The digest covers everything else. Version 1
+had the first flag only, and versions 1 and 2 did not say how often an object was used.
 """
 
 from __future__ import annotations
@@ -37,9 +38,11 @@ from kvtier.tiers.filesystem.index import Index, SavedObject
 from kvtier.tiers.isolation_keys import KeySet
 
 _HEAD = struct.Struct("<8sHHI16s32s16s")
-_OBJECT = struct.Struct("<IIIBB")
+_OBJECT = struct.Struct("<IIIHBB")
+_OBJECT_WITHOUT_USES = struct.Struct("<IIIBB")
 _FACTS = struct.Struct("<8sQ")
-_MAGIC, _VERSION, _VERSIONS = b"KVTIERIX", 2, (1, 2)
+_MAGIC, _VERSION, _VERSIONS = b"KVTIERIX", 3, (1, 2, 3)
+_USES_VERSION = 3
 _DIGEST_BYTES = 16
 _DOMAIN = "kvtier saved index 1"
 _OFTEN, _KNOWN, _HAS_FACTS = 1, 2, 4
@@ -56,30 +59,42 @@ class InvalidIndexError(ValueError):
 @dataclass(frozen=True, slots=True)
 class SavedIndex:
     """The objects of one namespace, least recently used first: the rank of their use, their place
-    in ``data``, and that of the object before each in its prefix (0: not known)."""
+    in ``data``, and that of the object before each in its prefix (0: not known). ``counts_uses``:
+    whether it says how often each was used."""
 
     namespace: str
     data: bytes
     uses: NDArray[np.uint32]
     places: NDArray[np.int64]
     previous_places: NDArray[np.int64]
+    counts_uses: bool
 
     def __len__(self) -> int:
         return len(self.uses)
 
     def object_at(self, place: int, previous_place: int) -> SavedObject:
         """The object at a place. ``previous_place``: that of the one before it, or 0."""
-        _, _, units, flags, length = _OBJECT.unpack_from(self.data, place)
-        start = place + _OBJECT.size
+        layout = _layout(self.counts_uses)
+        fields = layout.unpack_from(self.data, place)
+        flags, length = fields[-2:]
+        start = place + layout.size
         previous = self._key_at(previous_place) if previous_place else b""
         return SavedObject(
             self.namespace,
             self.data[start : start + length],
-            units * ALIGNMENT_BYTES,
+            fields[2] * ALIGNMENT_BYTES,
             previous,
             bool(flags & _OFTEN),
             self._facts(start + length, flags),
+            fields[3] if self.counts_uses else 0,
         )
+
+    def uses_by_key(self) -> Iterator[tuple[bytes, int]]:
+        """How often each object was used, if the index says so."""
+        for place in self.places.tolist() if self.counts_uses else ():
+            _, _, _, uses, _, length = _OBJECT.unpack_from(self.data, place)
+            start = place + _OBJECT.size
+            yield self.data[start : start + length], uses
 
     def _facts(self, at: int, flags: int) -> ObjectFacts | None:
         if not flags & _HAS_FACTS:
@@ -88,8 +103,14 @@ class SavedIndex:
         return ObjectFacts(tenant if any(tenant) else NO_TENANT, expires_at)
 
     def _key_at(self, place: int) -> bytes:
-        start = place + _OBJECT.size
+        start = place + _layout(self.counts_uses).size
         return self.data[start : start + self.data[start - 1]]
+
+
+def _layout(counts_uses: bool) -> struct.Struct:
+    """An object without its key: use, use of the object before, size, uses if they are counted,
+    flags, length of the key."""
+    return _OBJECT if counts_uses else _OBJECT_WITHOUT_USES
 
 
 def size_bytes(index: Index, namespace: str) -> int:
@@ -121,7 +142,10 @@ def write(path: str, index: Index, namespace: str, keys: KeySet | None, mode: in
             if facts is not None and facts != NO_FACTS:
                 flags |= _HAS_FACTS
                 told = _FACTS.pack(facts.tenant, facts.expires_at)
-            record = _OBJECT.pack(int(ranks[node]), before, units, flags, len(key)) + key + told
+            record = _OBJECT.pack(
+                int(ranks[node]), before, units, index.uses_of(node), flags, len(key)
+            )
+            record += key + told
             left -= len(record)
             if left < 0:
                 break
@@ -167,7 +191,7 @@ def read(path: Path, namespace: str, keys: KeySet | None, max_objects: int) -> S
     hasher.update(data[: _HEAD.size - _DIGEST_BYTES] + bytes(_DIGEST_BYTES))
     if not compare_digest(hasher.digest(_DIGEST_BYTES), digest):
         raise InvalidIndexError("wrong digest")
-    return _parsed(data, namespace, objects)
+    return _parsed(data, namespace, objects, version >= _USES_VERSION)
 
 
 def _tag_key(key_id: bytes, keys: KeySet | None) -> bytes | None:
@@ -191,30 +215,34 @@ def _content(path: Path, limit: int) -> bytes:
         return file.read(limit + 1)
 
 
-def _parsed(data: bytes, namespace: str, objects: int) -> SavedIndex:
+def _parsed(data: bytes, namespace: str, objects: int, counts_uses: bool) -> SavedIndex:
     """Raises ``InvalidIndexError`` unless the objects end where the file does."""
     uses = np.zeros(objects, dtype=np.uint32)
     previous = np.zeros(objects, dtype=np.uint32)
     places = np.zeros(objects, dtype=np.int64)
     at = _HEAD.size
-    end = len(data)
+    layout = _layout(counts_uses)
+    end, size = len(data), layout.size
     for number in range(objects):
-        if at + _OBJECT.size > end:
+        if at + size > end:
             raise InvalidIndexError("fewer objects than it says")
-        use, previous[number], units, flags, length = _OBJECT.unpack_from(data, at)
+        fields = layout.unpack_from(data, at)
+        use, previous[number], units = fields[:3]
+        flags, length = fields[-2:]
         if not 1 <= length <= MAX_KEY_BYTES or not use or not units:
             raise InvalidIndexError("an object without key, use or size")
         uses[number], places[number] = use, at
-        at += _OBJECT.size + length + (_FACTS.size if flags & _HAS_FACTS else 0)
+        at += size + length + (_FACTS.size if flags & _HAS_FACTS else 0)
     if at != end:
         raise InvalidIndexError("other objects than it says")
     order = np.argsort(uses, kind="stable")
     ranked, ordered, before = uses[order], places[order], previous[order]
     if not objects:
-        return SavedIndex(namespace, data, ranked, ordered, ordered)
+        return SavedIndex(namespace, data, ranked, ordered, ordered, counts_uses)
     found = np.minimum(np.searchsorted(ranked, before), objects - 1)
     known = (before != 0) & (ranked[found] == before)
-    return SavedIndex(namespace, data, ranked, ordered, np.where(known, ordered[found], 0))
+    places_before = np.where(known, ordered[found], 0)
+    return SavedIndex(namespace, data, ranked, ordered, places_before, counts_uses)
 
 
 def merged(indexes: list[SavedIndex]) -> Iterator[SavedObject]:

@@ -83,7 +83,8 @@ class FileSystemTier(Tier):
     """A tier in a directory. ``gid``: group of the created files, None for the process's own.
     ``wall``: seconds since the epoch. ``clock``: monotonic seconds, for leases. ``max_objects``:
     how many objects are indexed at most (index.py). ``sealing``: how objects are tagged or
-    encrypted, None for neither.
+    encrypted, None for neither. ``pace``: what pauses of background threads are multiplied by, on
+    an emulated machine; ``clock`` must run as much slower there.
 
     The constructor does no I/O; ``open`` reports what is wrong with the directory.
     """
@@ -97,6 +98,7 @@ class FileSystemTier(Tier):
         clock: Callable[[], float] = time.monotonic,
         max_objects: int = MAX_INDEXED_OBJECTS,
         sealing: Sealing | None = None,
+        pace: float = 1.0,
     ) -> None:
         self.name = document.name
         self.capabilities = TierCapabilities(
@@ -138,6 +140,7 @@ class FileSystemTier(Tier):
             clock=clock,
             announcements=Announcements(self.capabilities.shared, clock),
             free_space=self._free_space,
+            pace=pace,
         )
         self._announcements = self._directory.announcements
         self.maintenance = DirectoryMaintenance(self._directory)
@@ -164,6 +167,7 @@ class FileSystemTier(Tier):
         self._index.begin_ordering()
         if not (self.maintenance.verify_in_background() and self.saver.restore()):
             self.report = self.maintenance.scan_completely().result.report
+            self.saver.restore_uses()
         self._index.order_discovered()
         self._report_unindexed()
         self.maintenance.start_loop()
