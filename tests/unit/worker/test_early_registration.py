@@ -362,8 +362,8 @@ def test_the_mapper_says_once_that_the_driver_hangs_and_maps_nothing_again(hangi
     ready = map_pool(mapper, path)
     assert "the device's driver hangs" in ready.problem
     assert mapper.hangs == ready.problem
-    mapper.map(path, SIZE, lambda result: pytest.fail("it answers once"))
-    assert mapper.get(path, SIZE) is None
+    mapper.map(path, SIZE, (0, SIZE), lambda result: pytest.fail("it answers once"))
+    assert mapper.get(path, SIZE, (0, SIZE)) is None
     mapper.close()
     assert registered == []
 
