@@ -42,8 +42,11 @@ def test_a_prompt_prefilled_in_chunks_is_reloaded_from_ram_after_the_gpu_cache_i
     case.settle_stores()
     case.empty_gpu_cache()
     with case.loads("ram") as loads:
-        assert requests.run(tokens) == plain.tokens(tokens)
+        again = requests.add(tokens)
+        answer = requests.finish([again])
+    assert answer[again]["tokens"] == plain.tokens(tokens)
     assert loads.tokens == 700 // CHUNK_TOKENS * CHUNK_TOKENS
+    assert answer["steps"] == 1 + 12, "one step submits the copies and reports the load"
 
 
 @pytest.mark.parametrize(

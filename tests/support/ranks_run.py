@@ -7,6 +7,7 @@
 * ``model``: "llama", or a name of ``hybrid_models``; ``layers`` of "llama", and ``changes`` to the
   configuration of the others
 * ``options`` of ``vllm.LLM``, and ``environment``
+* ``deferred``: copies to the KV cache of the second engine run when kernels are ordered behind them
 * ``engines``: how many serve at the same time with one tierd. ``coordinated``: they are one
   deployment of a mixture of experts. vLLM has no such mode for other models, whose engines do not
   know of each other.
@@ -43,6 +44,7 @@ from kvtier.harness.tiny_model import TinyLlama, write_llama, write_lora
 # The directory of this script is on the path, and no package.
 hybrid_models = importlib.import_module("hybrid_models")
 hybrid_run = importlib.import_module("hybrid_run")
+deferred_copies = importlib.import_module("deferred_copies")
 ranks_faults = importlib.import_module("ranks_faults")
 ranks_lora = importlib.import_module("ranks_lora")
 ranks_updates = importlib.import_module("ranks_updates")
@@ -124,6 +126,8 @@ def _plain(options: dict[str, Any], wanted: list[list[int]], _: dict[str, Any]) 
 
 
 def _first(options: dict[str, Any], wanted: list[list[int]], _: dict[str, Any]) -> dict[str, Any]:
+    if os.environ.get("RANKS_DEFERRED"):
+        deferred_copies.install()
     engine = hybrid_run.SequentialEngine(options)
     engine.wait("not attached", engine.attached)
     result = {"first": engine.pass_over(wanted)}
@@ -137,6 +141,7 @@ def _first(options: dict[str, Any], wanted: list[list[int]], _: dict[str, Any]) 
     result["namespace"] = engine.scheduler.session.ready.namespace
     executor = engine.driver.core.model_executor
     result["shard_bytes"] = executor.collective_rpc(_shard_bytes)
+    result["reported_early"] = executor.collective_rpc(deferred_copies.reported_early)
     _close_together(engine, "first")
     return result
 
@@ -220,6 +225,8 @@ class Run:
         self.engines = specification.get("engines", 1)
         self.coordinated = specification.get("coordinated", False)
         self.environment = specification.get("environment", {})
+        if specification.get("deferred"):
+            self.environment = {**self.environment, "RANKS_DEFERRED": "1"}
         self.wanted = hybrid_run.prompts(chunk)
 
     def stage(

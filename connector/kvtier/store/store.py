@@ -31,6 +31,7 @@ from kvtier.store.engines import EngineRegistry, check_engine_info
 from kvtier.store.lifetimes import Lifetimes
 from kvtier.store.lookups import LOOKUP_THREADS, TierLookups
 from kvtier.store.memory_tier import LruPolicy, ResidentObjects
+from kvtier.store.operations import EngineState
 from kvtier.store.pool_layout import PoolLayout, pool_layout
 from kvtier.store.prefetch import Prefetches
 from kvtier.store.presence import PresenceIndex
@@ -247,14 +248,18 @@ class TierStore:
         state = self._engines.get(engine)
         if state is None:
             return
-        for promotion in list(state.promotions.values()):
-            self._promotions.release(promotion)
-        self._prefetches.close(state)
-        self._queued.close(state)
+        self._end_requests(state)
         slots = self._reservations.close(state)
         entries = self._loads.close(state)
         self._engines.release_or_quarantine(state, slots, entries, confirmed_dead, expires)
         self._index.close(state.namespace)
+
+    def _end_requests(self, state: EngineState) -> None:
+        """No request of the engine waits for anything, running or queued."""
+        for promotion in list(state.promotions.values()):
+            self._promotions.release(promotion)
+        self._prefetches.close(state)
+        self._queued.close(state)
 
     def confirm_engine_dead(self, engine: str) -> None:
         """The processes of all closed engines of this name have ended: their quarantine ends."""
@@ -269,10 +274,7 @@ class TierStore:
         state = self._engines.get(engine)
         if state is None:
             return
-        for promotion in list(state.promotions.values()):
-            self._promotions.release(promotion)
-        self._prefetches.close(state)
-        self._queued.close(state)
+        self._end_requests(state)
         self._reservations.cancel_all(state)
         self._index.close(state.namespace)
         state.namespace, state.persistent = namespace, persistent

@@ -16,6 +16,7 @@ from kvtier.config.models import FileSystemTierDocument, Structural
 from kvtier.errors import ConfigurationError
 from kvtier_operator.api.allowlist import AllowedVolume, volume_errors
 from kvtier_operator.api.documents import load_policy
+from kvtier_operator.api.engine import Connector
 from kvtier_operator.api.names import STRUCTURAL_ANNOTATION, TIERD_CONTAINER, tier_volume
 from kvtier_operator.api.policy import KVTierPolicy
 from kvtier_operator.api.validation import InvalidDocumentError
@@ -128,8 +129,8 @@ def test_the_status_names_the_volume_that_failed() -> None:
     assert found[0].volumes is None
 
 
-@pytest.mark.parametrize("connector", ["Offloading", "LMCache"])
-def test_other_connectors_refuse_several_volumes(connector: str) -> None:
+@pytest.mark.parametrize("connector", [Connector.OFFLOADING, Connector.LMCACHE])
+def test_other_connectors_refuse_several_volumes(connector: Connector) -> None:
     spec = TWO.spec.model_copy(
         update={"engine": TWO.spec.engine.model_copy(update={"connector": connector})}
     )

@@ -11,7 +11,7 @@ from tests.unit.store.store_fixture import PAGE, StoreFixture, block_hash
 from kvtier.store.types import MAX_LIFE_SECONDS, NO_OWNER, Owner, checked_owner
 from kvtier.tenants import OTHERS
 from kvtier.tierd.dispatcher import Dispatcher
-from kvtier.tierd.wire import Keep, Load, Reserve, decode_from_engine, encode
+from kvtier.tierd.wire import Keep, Load, LoadPinned, Reserve, decode_from_engine, encode
 
 A, B = b"a" * 8, b"b" * 8
 
@@ -22,10 +22,11 @@ class Tierd:
     def __init__(self) -> None:
         self.fixture = StoreFixture(40)
         self.fixture.engine()
+        self.sent: list[tuple[bytes, Any]] = []
         self.dispatcher = Dispatcher(
             self.fixture.store,
             len(self.fixture.pool),
-            lambda *_: None,
+            lambda route, message: self.sent.append((route, message)),
             self.fixture.counters,
             lambda *_: None,
         )
@@ -33,7 +34,8 @@ class Tierd:
     def send(self, message: Any) -> None:
         decoded = decode_from_engine(encode(message))
         session: Any = SimpleNamespace(is_scheduler=True, route=b"r")
-        engine: Any = SimpleNamespace(name="e", open=True)
+        workers = {rank: SimpleNamespace(route=b"%d" % rank) for rank in range(2)}
+        engine: Any = SimpleNamespace(name="e", open=True, workers=workers)
         self.dispatcher.handle(session, engine, decoded, 0.0)
 
     def reserve(self, chunks: range, *owners: tuple[int, Owner]) -> None:
@@ -98,3 +100,5 @@ def test_a_keep_message_pins_what_is_in_ram_and_ignores_the_rest() -> None:
     assert tierd.fixture.store.pinned_by_requests == 2 * PAGE
     tierd.send(Load(load=5, promotion=0, keys=keys[:2], owner=Owner(retain_seconds=5)))
     assert tierd.fixture.store.pinned_bytes == 2 * PAGE
+    pinned = LoadPinned(load=5, keys=2)
+    assert tierd.sent == [(b"0", pinned), (b"1", pinned)], "every rank is told"
