@@ -28,7 +28,8 @@ from kvtier.engines.vllm import (
     weights,
     weights_state,
 )
-from kvtier.tierd import shard_layout
+from kvtier.store import context
+from kvtier.tierd import sessions, shard_layout
 
 ROOT = Path(__file__).parents[2]
 UNIT = ROOT / "tests" / "unit"
@@ -141,6 +142,28 @@ def sleep_is_not_noticed(patch: Patch) -> None:
     _code(weights.watch_sleep, _nothing)(patch)
 
 
+def parts_are_swapped(patch: Patch) -> None:
+    number = sessions.part_numbers
+
+    def swapped(layouts: Any) -> Any:
+        parts, reason = number(layouts)
+        return parts[::-1], reason
+
+    patch.setattr(sessions, "part_numbers", swapped)
+
+
+def pieces_are_swapped(patch: Patch) -> None:
+    pieces = context.Pieces
+    patch.setattr(context, "Pieces", lambda views: pieces(views[::-1]))
+
+
+def ranks_copy_to_the_range_that_they_expected(patch: Patch) -> None:
+    def first_part(self: Any, pool_bytes: int) -> tuple[int, int]:
+        return self._span if self._span == worker_state.WHOLE_POOL else (0, pool_bytes // 2)
+
+    patch.setattr(worker_state.RankShards, "span", first_part)
+
+
 RULES: dict[str, tuple[Plant, tuple[str, ...]]] = {
     "1: shards of unequal size lie where tierd says": (
         shards_at_rank_times_own_size,
@@ -149,6 +172,25 @@ RULES: dict[str, tuple[Plant, tuple[str, ...]]] = {
     "1: a rank refuses a range that cannot hold its shard": (
         ranks_take_any_range,
         ("worker/test_shards.py::test_a_range_that_cannot_hold_the_shard_is_refused",),
+    ),
+    "1: each rank uses the part of its shard": (
+        parts_are_swapped,
+        (
+            "tierd/test_pool_parts.py::test_the_ranks_of_all_engines_register_the_pool_once_per_engine",
+        ),
+    ),
+    "1: the shards of an object in parts are in rank order": (
+        pieces_are_swapped,
+        (
+            "store/test_pool_parts.py::test_the_shards_of_an_engine_lie_in_parts_from_its_first_"
+            "object_on",
+            "store/test_pool_parts.py::test_objects_written_under_one_layout_are_read_under_the_"
+            "other",
+        ),
+    ),
+    "1: a rank copies within the range that tierd names": (
+        ranks_copy_to_the_range_that_they_expected,
+        ("worker/test_pool_parts.py::test_a_store_goes_to_the_part_and_nowhere_else",),
     ),
     "2: off where vLLM disabled prefix caching": (
         _code(config.check_prefix_caching, _nothing),

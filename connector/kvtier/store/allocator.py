@@ -89,6 +89,11 @@ class SlotAllocator:
         free = self._pool.available(kind) + kind.evicting - (len(requests) if requests else 0)
         return 0 if free > 0 else self._resident.order(kind).rank_of_next()
 
+    @property
+    def has_requests(self) -> bool:
+        """Whether a read waits for a slot."""
+        return any(self._requests.values())
+
     def request(self, request: SlotRequest) -> None:
         """Queues a request for the next free slot of its class."""
         self._requests.setdefault(request.kind.slot_bytes, deque()).append(request)
@@ -233,7 +238,7 @@ class SlotAllocator:
     def _grant(self, kind: SlotClass, target: int, reserve: int) -> int:
         """Tops up the credits of one class; returns how many are still missing."""
         missing = 0
-        if kind.slot_bytes > self._pool.pool_bytes:
+        if kind.row_bytes > self._pool.layout.part_bytes:
             return missing
         for engine in self._engines.open.values():
             for group, held in enumerate(engine.granted):
@@ -288,7 +293,7 @@ class SlotAllocator:
         if self._pool.draining():
             return False
         # By at least one segment, so that two classes near their shares do not alternate.
-        step = max(kind.slot_bytes, self._pool.pool_bytes // SEGMENTS_PER_POOL)
+        step = max(kind.slot_bytes * kind.slots_per_row, self._pool.pool_bytes // SEGMENTS_PER_POOL)
         below = kind.bytes + step <= shares[kind.slot_bytes]
         has_none = not kind.segments
 

@@ -1,7 +1,7 @@
 """What every part of the store works with: counters, events, timers, the clock, the executor and
 the pool's memory.
 
-Only the store's thread uses it, except ``StoreContext.view``.
+Only the store's thread uses it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from kvtier.errors import TierError
 from kvtier.store.generations import GenerationWords
 from kvtier.store.slot_table import SlotRecord, SlotTable, key_mark, object_digest
-from kvtier.store.state import Entry
+from kvtier.store.state import Entry, Slot
 from kvtier.store.types import Clock, IoExecutor, StoreCounters, StoreEvent
+from kvtier.tiers.base import Payload, Pieces
 from kvtier.tiers.checksum import Checksum, preferred
 
 COMPACT_ABOVE = 1024
@@ -137,7 +138,7 @@ class StoreRuntime:
 
 
 class StoreContext:
-    """State of the store as a whole. Only the store's thread uses it, except ``view``.
+    """State of the store as a whole. Only the store's thread uses it.
 
     While ``fenced``, no slot is granted, evicted, hashed or read into, because workers of the
     previous tierd may still write anywhere in the pool.
@@ -167,10 +168,17 @@ class StoreContext:
         self._memory = memory
         self._slot_table = slot_table
 
-    def view(self, offset: int, size: int) -> memoryview:
-        """``size`` bytes of the pool from ``offset``; empty if the store runs without memory. Any
-        thread."""
-        return _EMPTY if self._memory is None else self._memory[offset : offset + size]
+    def payload(self, slot: Slot, size: int) -> Payload:
+        """The first ``size`` bytes of a slot, which its shards fill; empty if the store runs
+        without memory."""
+        memory, kind, offset = self._memory, slot.segment.kind, slot.offset
+        if memory is None:
+            return _EMPTY
+        if kind.pieces == 1:
+            return memory[offset : offset + size]
+        row, step = kind.row_bytes, kind.part_bytes
+        starts = range(offset, offset + kind.pieces * step, step)
+        return Pieces(tuple(memory[start : start + row] for start in starts))
 
     def record(self, entry: Entry) -> None:
         """Adds an object with checksums to the slot table, so that the next tierd can recover

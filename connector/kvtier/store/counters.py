@@ -198,7 +198,8 @@ COUNTERS: dict[str, CounterLabels] = {
     ),
     "recovered_objects_rejected": _global(
         "Objects of an earlier tierd that were not recovered, by reason.",
-        "damaged", "format", "header", "namespace", "overlap", "pool_file", "pool_size", "topology",
+        "damaged", "format", "header", "layout", "namespace", "overlap", "pool_file", "pool_size",
+        "topology",
     ),
     "recovered_objects_verified": _global("Recovered objects that were verified on first use."),
     "slot_records_failed": _global(

@@ -49,6 +49,12 @@ def check_engine_info(info: EngineInfo) -> None:
         )
     for group, (slot_bytes, of_group) in enumerate(zip(sizes, shards, strict=True)):
         payload = sum(map(aligned, of_group))
+        rows = set(map(aligned, of_group))
+        if info.parts != 1 and (len(of_group) != info.parts or len(rows) != 1):
+            raise ProtocolError(
+                f"engine {info.engine}, group {group}: shards of {list(of_group)} bytes: must be "
+                f"{info.parts} of one aligned size"
+            )
         if min(of_group, default=0) <= 0 or payload != slot_bytes:
             raise ProtocolError(
                 f"engine {info.engine}, group {group}: a slot of {slot_bytes} bytes for shards of "
@@ -73,6 +79,11 @@ class EngineRegistry:
         self._resident = resident
         self._quarantined: dict[str, list[SlotQuarantine]] = {}
 
+    @property
+    def has_any(self) -> bool:
+        """Whether an engine is open, or may still use slots."""
+        return bool(self.open or self._quarantined)
+
     def get(self, name: str) -> EngineState | None:
         """The open engine of this name; None, counted as a protocol violation, if there is none."""
         engine = self.open.get(name)
@@ -83,13 +94,14 @@ class EngineRegistry:
     def add(self, info: EngineInfo) -> EngineState:
         """Opens an engine. Raises ``ProtocolError`` (``check_engine_info``)."""
         check_engine_info(info)
+        scattered = info.parts > 1 and info.parts == self._pool.layout.parts
         geometries = tuple(
-            ObjectGeometry(self._pool.slot_class(size), shards, size)
+            ObjectGeometry(self._pool.slot_class(size, scattered), shards, size)
             for size, shards in zip(info.slot_bytes, info.shard_bytes, strict=True)
         )
         engine = self.open[info.engine] = EngineState(info, geometries)
         for group, geometry in enumerate(geometries):
-            if geometry.kind.slot_bytes > self._pool.pool_bytes:
+            if geometry.kind.row_bytes > self._pool.layout.part_bytes:
                 self._context.count("pool_too_small", "", f"group_{group}")
         return engine
 

@@ -22,7 +22,7 @@ from kvtier.store.executor import IoCall
 from kvtier.store.lifetimes import Lifetimes
 from kvtier.store.memory_tier import ResidentObjects
 from kvtier.store.operations import KeyWaiter
-from kvtier.store.slot_pool import SlotPool
+from kvtier.store.slot_pool import SlotPool, recorded_layout
 from kvtier.store.slot_table import (
     ReadLog,
     SlotLocation,
@@ -77,11 +77,23 @@ class OrphanedReads:
         self._locations = dict(locations)
         self._slots: dict[str, list[Slot]] = {}
 
+    @property
+    def expected(self) -> bool:
+        """Whether ``quarantine`` has slots to take."""
+        return any(self._locations.values())
+
     def quarantine(self) -> None:
         """Quarantines the slots. Must precede every other use of the pool."""
         for name, locations in self._locations.items():
             slots = self._slots[name] = []
             for location in locations:
+                if location.layout != recorded_layout(self._pool.layout):
+                    blocked = self._pool.block(location)
+                    for each in blocked:
+                        self._pool.move(each, SlotState.QUARANTINED, ORPHAN_OWNER)
+                    slots += blocked
+                    self._context.count("slots_quarantined", "", "", len(blocked))
+                    continue
                 slot = self._pool.restore(location)
                 if slot is None:
                     # Beyond the end of a pool that has shrunk, or already in quarantine for another
@@ -201,7 +213,8 @@ class RecoveredObjects:
             self._resident.pin(entry)
             entry.shard_bytes = shards
             context = self._context
-            work = partial(hash_object, context.view, entry.slot.offset, shards, checksum)
+            payload = context.payload(entry.slot, geometry.payload_bytes)
+            work = partial(hash_object, payload, shards, checksum)
             verification.call = IoCall(context.clock, work, partial(self._hashed, verification))
             verification.call.submit(context.io, VERIFY_LANE)
         verification.waiters[waiter] = None

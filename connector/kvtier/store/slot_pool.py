@@ -5,6 +5,12 @@ the pool, runs of equal slots; the space between segments is *room* for further 
 segment is dissolved. So engines with different geometries, one after the other or side by side,
 share one pool, and a pool with a single geometry wastes less than one slot.
 
+A pool may be laid out in parts (``pool_layout``). Segments and room are then ranges of every part
+alike, and offsets of them are offsets in a part. The slots of an engine with one equal shard for
+each part are *scattered*: one shard in each part. Those of other engines are one range in one part.
+A slot size that is a multiple of a page of each part is that of scattered slots, so a size alone
+says how a slot lies.
+
 This module knows states and bytes, not why a slot is in a state, and never decides which slot is
 freed.
 """
@@ -13,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from kvtier.store.pool_layout import PoolLayout, pool_layout
 from kvtier.store.slot_table import SlotLocation
 from kvtier.store.state import Segment, Slot, SlotClass, SlotState
 from kvtier.store.types import Accounts
@@ -23,23 +30,64 @@ SEGMENTS_PER_POOL = 32
 that they are few."""
 
 
-class SlotPool:
-    """All slots and their accounts. Only the store's thread uses it."""
+def recorded_layout(layout: PoolLayout) -> PoolLayout | None:
+    """A layout as records name it: None for one part."""
+    return layout if layout.parts > 1 else None
 
-    def __init__(self, pool_bytes: int) -> None:
+
+def _ranges(location: SlotLocation) -> list[tuple[int, int]]:
+    """The bytes of the pool that a slot covers."""
+    layout, offset, size = location.layout, location.offset, location.slot_bytes
+    if layout is None or size % (layout.parts * ALIGNMENT_BYTES):
+        return [(offset, offset + size)]
+    row = size // layout.parts
+    starts = (offset + part * layout.part_bytes for part in range(layout.parts))
+    return [(start, start + row) for start in starts]
+
+
+class SlotPool:
+    """All slots and their accounts. Only the store's thread uses it. ``layout``: its parts."""
+
+    def __init__(self, pool_bytes: int, layout: PoolLayout | None = None) -> None:
+        """``layout``: as the previous tierd recorded it; None: one part."""
         self.pool_bytes = pool_bytes
+        self.layout = layout or pool_layout(pool_bytes)
         self.classes: dict[int, SlotClass] = {}
         self._slots: dict[int, Slot] = {}
-        usable = pool_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        usable = self.layout.part_bytes
         self._room: dict[int, int] = {0: usable} if usable else {}
         self._bytes = [0] * len(SlotState)
 
-    def slot_class(self, slot_bytes: int) -> SlotClass:
-        """The class for objects of ``slot_bytes``, created on first use."""
+    @property
+    def is_unused(self) -> bool:
+        """Whether every slot is free."""
+        return not any(self._bytes[state] for state in SlotState if state is not SlotState.FREE)
+
+    def lay_out(self, layout: PoolLayout) -> None:
+        """Lays an unused pool out again, for which no class is in use."""
+        self.layout = layout
+        self.classes.clear()
+        self._slots.clear()
+        self._room = {0: layout.part_bytes} if layout.part_bytes else {}
+        self._bytes = [0] * len(SlotState)
+
+    def slot_class(self, slot_bytes: int, scattered: bool = False) -> SlotClass:
+        """The class for objects of ``slot_bytes``, created on first use. ``scattered``: the objects
+        have one shard of the same aligned size for each part."""
         size = aligned(slot_bytes)
+        if not scattered and self._is_scattered(size):
+            size += ALIGNMENT_BYTES
+        return self._class_of(size)
+
+    def _is_scattered(self, size: int) -> bool:
+        parts = self.layout.parts
+        return parts > 1 and size % (parts * ALIGNMENT_BYTES) == 0
+
+    def _class_of(self, size: int) -> SlotClass:
         found = self.classes.get(size)
         if found is None:
-            found = self.classes[size] = SlotClass(size)
+            found = SlotClass(size, self.layout, self._is_scattered(size))
+            self.classes[size] = found
         return found
 
     def at(self, offset: int) -> Slot | None:
@@ -93,10 +141,10 @@ class SlotPool:
             or segment_start % ALIGNMENT_BYTES
         ):
             return None
-        kind = self.slot_class(slot_bytes)
+        kind = self._class_of(slot_bytes)
         segment = kind.segments.get(segment_start)
-        if segment is None:
-            segment = self._cut(kind, segment_start, segment_slots)
+        if segment is None and segment_slots % kind.slots_per_row == 0:
+            segment = self._cut(kind, segment_start, segment_slots // kind.slots_per_row)
         if segment is None or len(segment.slots) != segment_slots or segment.draining:
             return None
         slot = kind.free.get(offset)
@@ -107,30 +155,59 @@ class SlotPool:
         self.move(slot, SlotState.COMMITTED)
         return slot
 
-    @staticmethod
-    def location(slot: Slot) -> SlotLocation:
+    def location(self, slot: Slot) -> SlotLocation:
         """The slot's location, for ``restore``."""
-        segment = slot.segment
-        return SlotLocation(slot.offset, segment.kind.slot_bytes, segment.start, len(segment.slots))
+        segment, size = slot.segment, slot.segment.kind.slot_bytes
+        return SlotLocation(
+            slot.offset, size, segment.start, len(segment.slots), recorded_layout(self.layout)
+        )
+
+    def block(self, location: SlotLocation) -> list[Slot]:
+        """Takes everything unused that a slot of another layout overlaps; returns slots in state
+        COMMITTED that cover it."""
+        rows: set[tuple[int, int]] = set()
+        part_bytes = self.layout.part_bytes
+        for begin, end in _ranges(location):
+            for part in range(self.layout.parts):
+                low = max(begin - part * part_bytes, 0) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+                high = min(aligned(max(end - part * part_bytes, 0)), part_bytes)
+                if low < high:
+                    rows.add((low, high))
+        found = []
+        for low, high in sorted(rows):
+            for start, size in sorted(self._room.items()):
+                first, last = max(low, start), min(high, start + size)
+                if first >= last:
+                    continue
+                kind = self._class_of((last - first) * self.layout.parts)
+                if self._cut(kind, first, 1) is None:
+                    continue
+                slot = kind.free.pop(first)
+                slot.segment.free -= 1
+                self.move(slot, SlotState.COMMITTED)
+                found.append(slot)
+        return found
 
     def available(self, kind: SlotClass) -> int:
         """How many slots ``take`` can provide: free ones, and those that fit into unused room or
         other classes' free segments."""
-        size = kind.slot_bytes
-        found = len(kind.free) + sum(room // size for room in self._room.values())
+        size = kind.row_bytes
+        found = sum(room // size for room in self._room.values())
         for other in self.classes.values():
             if other is not kind and other.free:
                 whole = (
                     s for s in other.segments.values() if s.free == len(s.slots) and not s.draining
                 )
-                found += sum(s.bytes // size for s in whole)
-        return found
+                found += sum(s.rows_bytes // size for s in whole)
+        return len(kind.free) + found * kind.slots_per_row
 
     def accounts(self) -> Accounts:
         """Bytes by use. Unused room is free as far as slots of the smallest known size fit, else
         unusable."""
-        smallest = min(self.classes, default=ALIGNMENT_BYTES)
+        rows = (kind.row_bytes for kind in self.classes.values())
+        smallest = min(rows, default=ALIGNMENT_BYTES)
         usable_room = sum(size // smallest * smallest for size in self._room.values())
+        usable_room *= self.layout.parts
         of = self._bytes
         used = sum(of)
         return Accounts(
@@ -170,7 +247,9 @@ class SlotPool:
             (start, size, None) for start, size in self._room.items()
         ]
         for other in self.classes.values():
-            pieces += [(start, segment.bytes, segment) for start, segment in other.segments.items()]
+            pieces += [
+                (start, segment.rows_bytes, segment) for start, segment in other.segments.items()
+            ]
         pieces.sort(key=lambda piece: piece[0])
         best: list[Segment] | None = None
         best_cost = -1
@@ -183,7 +262,7 @@ class SlotPool:
             if cost is not None:
                 run.append((size, segment, cost))
             end = start + size
-            while sum(piece[0] for piece in run) >= kind.slot_bytes:
+            while sum(piece[0] for piece in run) >= kind.row_bytes:
                 total = sum(piece[2] for piece in run)
                 segments = [piece[1] for piece in run if piece[1] is not None]
                 if segments and (best is None or total < best_cost):
@@ -237,7 +316,8 @@ class SlotPool:
     def _grow(self, kind: SlotClass) -> bool:
         """Cuts a segment for ``kind`` out of the first room that fits one, free segments of other
         classes included."""
-        if not any(size >= kind.slot_bytes for size in self._room.values()):
+        row = kind.row_bytes
+        if not any(size >= row for size in self._room.values()):
             for other in self.classes.values():
                 if other is not kind:
                     for segment in [
@@ -249,20 +329,20 @@ class SlotPool:
                         self._dissolve(segment)
         for start in sorted(self._room):
             size = self._room[start]
-            if size >= kind.slot_bytes:
-                count = max(1, self.pool_bytes // SEGMENTS_PER_POOL // kind.slot_bytes)
-                return self._cut(kind, start, min(count, size // kind.slot_bytes)) is not None
+            if size >= row:
+                rows = max(1, self.pool_bytes // self.layout.parts // SEGMENTS_PER_POOL // row)
+                return self._cut(kind, start, min(rows, size // row)) is not None
         return False
 
-    def _cut(self, kind: SlotClass, start: int, count: int) -> Segment | None:
+    def _cut(self, kind: SlotClass, start: int, rows: int) -> Segment | None:
         """Creates a segment in unused room; None if there is not enough at ``start``."""
-        end = start + count * kind.slot_bytes
+        end = start + rows * kind.row_bytes
         for room, size in self._room.items():
             if room <= start and end <= room + size:
                 break
         else:
             return None
-        segment = Segment(start, kind, count)
+        segment = Segment(start, kind, rows * kind.slots_per_row)
         del self._room[room]
         if room < start:
             self._room[room] = start - room
@@ -279,7 +359,7 @@ class SlotPool:
         for slot in segment.slots:
             del self._slots[slot.offset]
         self._bytes[SlotState.FREE] -= segment.bytes
-        start, size = segment.start, segment.bytes
+        start, size = segment.start, segment.rows_bytes
         for other in sorted(self._room):
             if other + self._room[other] == start:
                 start, size = other, size + self._room.pop(other)

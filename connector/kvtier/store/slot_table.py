@@ -27,9 +27,11 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from kvtier.hashing import blake3_digest
+from kvtier.store.pool_layout import PoolLayout
 from kvtier.tiers.base import ALIGNMENT_BYTES, ObjectMeta
 
-FORMAT = 3
+FORMAT, FORMAT_OF_PARTS = 3, 4
+"""Of a pool in one part, and in several. A tierd that knows no parts rejects the second."""
 HEADER_BYTES = 4096
 DIGEST_BYTES = 16
 RECORD_BYTES = 176
@@ -71,12 +73,14 @@ def key_mark(key: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class SlotLocation:
-    """A slot, and the segment that it belongs to."""
+    """A slot, and the segment that it belongs to. ``layout``: of the pool that it is a slot of;
+    None for one part, and in records of a table, which has the layout itself."""
 
     offset: int
     slot_bytes: int
     segment_start: int
     segment_slots: int
+    layout: PoolLayout | None = None
 
 
 class ReadLog(Protocol):
@@ -197,9 +201,10 @@ class SlotTable:
     """The table of the running tierd. Owns ``descriptor``, which is open for reading and writing.
 
     ``recovered``: records of the previous tierd, oldest first. ``rejected``: numbers of records
-    that cannot be used, by reason. May be created on any thread; after that only the store's thread
-    uses it. The constructor raises ``OSError`` if the file cannot be read or written; a later
-    record that cannot be written is missing.
+    that cannot be used, by reason. ``layout``: of the pool whose slots it names; None: one part.
+    May be created on any thread; after that only the store's thread uses it. The constructor raises
+    ``OSError`` if the file cannot be read or written; a later record that cannot be written is
+    missing.
     """
 
     def __init__(
@@ -208,7 +213,9 @@ class SlotTable:
         """``namespaces``: the namespaces whose objects may be recovered; None: all."""
         self.rejected: Counter[str] = Counter()
         self.recovered: list[SlotRecord] = []
+        self.layout: PoolLayout | None = None
         self._descriptor = descriptor
+        self._identity = identity
         self._numbers: dict[int, int] = {}
         self._free: list[int] = []
         self._next = 0
@@ -244,25 +251,36 @@ class SlotTable:
             ):
                 return None, "header"
             document = json.loads(text)
-            if document["format"] != FORMAT:
+            if document["format"] not in (FORMAT, FORMAT_OF_PARTS):
                 return None, "format"
             was = TableIdentity(
                 int(document["poolBytes"]), int(document["poolInode"]), str(document["topology"])
             )
             word = bytes.fromhex(document["word"])
+            layout = None
+            if document["format"] == FORMAT_OF_PARTS:
+                layout = PoolLayout(int(document["parts"]), int(document["partBytes"]))
         except (struct.error, ValueError, KeyError, TypeError):
             return None, "header"
         why = was.difference(now)
-        return (None, why) if why else (word, "")
+        if layout is not None and not (layout.parts > 1 and layout.fits(now.pool_bytes)):
+            why = why or "layout"
+        if why:
+            return None, why
+        self.layout = layout
+        return word, ""
 
     def _write_header(self, identity: TableIdentity) -> None:
+        layout = self.layout
         document = {
-            "format": FORMAT,
+            "format": FORMAT if layout is None else FORMAT_OF_PARTS,
             "poolBytes": identity.pool_bytes,
             "poolInode": identity.pool_inode,
             "topology": identity.topology,
             "word": self._word.hex(),
         }
+        if layout is not None:
+            document |= {"parts": layout.parts, "partBytes": layout.part_bytes}
         text = json.dumps(document).encode()
         data = _PREFIX.pack(_MAGIC, len(text)) + text
         data += blake3_digest(data, DIGEST_BYTES)
@@ -322,6 +340,19 @@ class SlotTable:
         """Returns ``rejected`` and empties it."""
         taken, self.rejected = self.rejected, Counter()
         return taken
+
+    def lay_out(self, layout: PoolLayout | None) -> bool:
+        """Records another layout of the pool, for a table without records. None: one part. False if
+        that failed: then the pool keeps the layout, and the records of this tierd may be lost."""
+        previous = self.layout, self._word
+        # A record that could not be erased is void with the old word.
+        self.layout, self._word = layout, secrets.token_bytes(DIGEST_BYTES)
+        try:
+            self._write_header(self._identity)
+        except OSError:
+            self.layout, self._word = previous
+            return False
+        return True
 
     def add(self, record: SlotRecord) -> str:
         """Writes a record, with the next sequence number, for a slot without one. Returns why it

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from kvtier.store.generations import pack_location
+from kvtier.store.pool_layout import PoolLayout
 from kvtier.store.slot_table import SlotRecord
 from kvtier.store.types import MEMORY_BIT, UNVERIFIED_BIT
 from kvtier.tiers.base import ObjectMeta, ObjectRef
@@ -47,31 +48,59 @@ class Slot:
 
 
 class Segment:
-    """A run of equal slots. The free slots of a segment that is ``draining`` are not handed out."""
+    """A run of equal slots, the same range of every part of the pool. ``start``: its offset in each
+    part. The free slots of a segment that is ``draining`` are not handed out."""
 
     __slots__ = ("draining", "free", "kind", "slots", "start")
 
     def __init__(self, start: int, kind: SlotClass, count: int) -> None:
         self.start = start
         self.kind = kind
-        self.slots = [Slot(start + i * kind.slot_bytes, self) for i in range(count)]
+        self.slots = [
+            Slot(part * kind.part_bytes + start + row * kind.row_bytes, self)
+            for part in range(kind.slots_per_row)
+            for row in range(count // kind.slots_per_row)
+        ]
         self.free = count
         self.draining = False
 
     @property
     def bytes(self) -> int:
-        """Size of the run."""
+        """Size of the run, in all parts together."""
         return len(self.slots) * self.kind.slot_bytes
+
+    @property
+    def rows_bytes(self) -> int:
+        """Size of the run in each part."""
+        return len(self.slots) // self.kind.slots_per_row * self.kind.row_bytes
 
 
 class SlotClass:
     """All slots of one size. ``evicting`` counts slots that are being evicted, without those of
-    draining segments."""
+    draining segments.
 
-    __slots__ = ("evicting", "free", "segments", "slot_bytes")
+    ``pieces``: how many shards, each in its own part of the pool, a slot consists of; 1: the slot
+    is one range. Slots lie in rows: ``row_bytes`` of each part, ``part_bytes`` from the same row of
+    the next part. A row is one slot of several pieces, or one slot in each part.
+    """
 
-    def __init__(self, slot_bytes: int) -> None:
+    __slots__ = (
+        "evicting",
+        "free",
+        "part_bytes",
+        "pieces",
+        "row_bytes",
+        "segments",
+        "slot_bytes",
+        "slots_per_row",
+    )
+
+    def __init__(self, slot_bytes: int, layout: PoolLayout, scattered: bool) -> None:
         self.slot_bytes = slot_bytes
+        self.part_bytes = layout.part_bytes
+        self.pieces = layout.parts if scattered else 1
+        self.row_bytes = slot_bytes // self.pieces
+        self.slots_per_row = layout.parts // self.pieces
         self.free: dict[int, Slot] = {}
         self.segments: dict[int, Segment] = {}
         self.evicting = 0

@@ -27,11 +27,12 @@ from kvtier.store.allocator import SlotAllocator
 from kvtier.store.arc_policy import TriedArcPolicy
 from kvtier.store.context import StoreContext, StoreRuntime
 from kvtier.store.cost_model import PrefixCost
-from kvtier.store.engines import EngineRegistry
+from kvtier.store.engines import EngineRegistry, check_engine_info
 from kvtier.store.lifetimes import Lifetimes
 from kvtier.store.lookups import LOOKUP_THREADS, TierLookups
 from kvtier.store.memory_tier import LruPolicy, ResidentObjects
 from kvtier.store.operations import EngineState
+from kvtier.store.pool_layout import PoolLayout, pool_layout
 from kvtier.store.prefetch import Prefetches
 from kvtier.store.presence import PresenceIndex
 from kvtier.store.promotion import ObjectSources, Promotions
@@ -39,7 +40,7 @@ from kvtier.store.queued_requests import AwaitedKeys, QueuedRequests
 from kvtier.store.recovery import VERIFY_LANE, OrphanedReads, PoolRecovery, RecoveredObjects
 from kvtier.store.secondary_tier import SecondaryTiers
 from kvtier.store.selection import LoadPlanner
-from kvtier.store.slot_pool import SlotPool
+from kvtier.store.slot_pool import SlotPool, recorded_layout
 from kvtier.store.state import Entry
 from kvtier.store.tier_group import StoreTierState, TenantReport
 from kvtier.store.tier_reads import TierReads
@@ -116,7 +117,8 @@ class TierStore:
         # disk leaves room for loads.
         checksum_bytes, write_bytes = pool_bytes // 2, pool_bytes // 2 // max(1, len(tiers))
 
-        pool = self._pool = SlotPool(pool_bytes)
+        table = recovery.slot_table
+        pool = self._pool = SlotPool(pool_bytes, None if table is None else table.layout)
         index = self._index = PresenceIndex(context, tiers)
         policy: type[LruPolicy[Entry, tuple[str, bytes]]] = TriedArcPolicy if arc else LruPolicy
         awaited = AwaitedKeys()
@@ -185,12 +187,56 @@ class TierStore:
         contradicts itself.
 
         An open engine of the same name is closed without proof; the new engine inherits nothing.
+        If the pool holds nothing, it is laid out for this engine.
         """
+        check_engine_info(info)
         if info.engine in self._engines.open:
             self._context.violation("engine_opened_twice")
             self.close_engine(info.engine, False)
+        self._lay_out(self._layout_for(info))
         engine = self._engines.add(info)
         self._index.open(engine.namespace, engine.persistent)
+
+    def _layout_for(self, info: EngineInfo) -> PoolLayout:
+        """How a pool that holds nothing is laid out for an engine."""
+        layout = pool_layout(self._pool_bytes, info.parts)
+        whole = layout.part_bytes * layout.parts
+        # What parts lose to their alignment may be all that a small pool has.
+        return layout if max(info.slot_bytes) <= whole else pool_layout(self._pool_bytes)
+
+    def _lay_out(self, layout: PoolLayout) -> None:
+        table = self._slot_table
+        if layout == self._pool.layout or not self._holds_nothing:
+            return
+        if table is None or table.lay_out(recorded_layout(layout)):
+            self._pool.lay_out(layout)
+
+    @property
+    def _holds_nothing(self) -> bool:
+        """Whether nothing uses a slot, waits for one, or has left something in one."""
+        return (
+            self._pool.is_unused
+            and not self._engines.has_any
+            and not self._allocator.has_requests
+            and not self._orphans.expected
+            and not self._recovered.restoring
+            and (self._slot_table is None or not len(self._slot_table))
+        )
+
+    @property
+    def layout(self) -> PoolLayout:
+        """How the pool is laid out."""
+        return self._pool.layout
+
+    def is_scattered(self, engine: str) -> bool:
+        """Whether the objects of this open engine have one shard in each part of the pool."""
+        state = self._engines.open.get(engine)
+        return state is not None and state.geometries[0].kind.pieces > 1
+
+    def max_object_bytes(self, info: EngineInfo) -> int:
+        """How large an object of this engine can be, if it opens now."""
+        layout = self._layout_for(info) if self._holds_nothing else self._pool.layout
+        return layout.part_bytes * (info.parts if info.parts == layout.parts else 1)
 
     def close_engine(self, engine: str, confirmed_dead: bool, expires: bool = True) -> None:
         """Closes an engine. ``confirmed_dead``: its processes have ended, or have drained every

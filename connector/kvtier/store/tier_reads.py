@@ -25,6 +25,7 @@ from kvtier.store.state import Entry, ObjectGeometry, Slot, SlotRequest, SlotSta
 from kvtier.store.tier_group import SecondaryTier
 from kvtier.store.types import MEMORY_BIT, NO_OWNER, Owner
 from kvtier.tiers.base import ObjectMeta, ObjectRef
+from kvtier.tiers.pieces import reader_of
 
 JOIN_FACTOR = 1.5
 """A read can be joined until it has taken this many times its estimate. The estimate is a median,
@@ -104,9 +105,9 @@ class TierReads:
     def _submit(self, read: Read, slot: Slot) -> None:
         context, secondary = self._context, read.secondary
         self._expect(read)
-        into = context.view(slot.offset, read.geometry.payload_bytes)
+        into = context.payload(slot, read.geometry.payload_bytes)
         work: Callable[[], object] = partial(
-            secondary.tier.read, ObjectRef(read.namespace, read.key), into
+            reader_of(secondary.tier, into), ObjectRef(read.namespace, read.key), into
         )
         if self._log is not None and not self._log.begin(self._pool.location(slot)):
             work = _fail_unlogged

@@ -83,7 +83,8 @@ class EngineInfo:
     ``namespace``: 32 hex digits. ``slot_bytes[g]``: aligned payload bytes of an object of group g.
     ``writer_ranks[g]``: the ranks that write an object of group g, and ``shard_bytes[g]`` the exact
     bytes of their shards, in the same order. ``persistent``: whether secondary tiers may be used
-    for this engine.
+    for this engine. ``parts``: in how many parts of the pool its objects can lie, with one shard in
+    each; then every group has so many shards of one aligned size. 1: they are one range.
     """
 
     engine: str
@@ -92,6 +93,7 @@ class EngineInfo:
     shard_bytes: tuple[tuple[int, ...], ...]
     writer_ranks: tuple[tuple[int, ...], ...] = ((0,),)
     persistent: bool = True
+    parts: int = 1
 
 
 class Owner(msgspec.Struct, frozen=True, array_like=True):

@@ -34,8 +34,9 @@ from kvtier.store.state import Entry
 from kvtier.store.tier_group import SecondaryTier
 from kvtier.store.types import MEMORY_BIT
 from kvtier.tenants import OTHERS
-from kvtier.tiers.base import ObjectMeta, aligned
+from kvtier.tiers.base import ObjectMeta, Payload
 from kvtier.tiers.checksum import Checksum
+from kvtier.tiers.pieces import shards_of, writer_of
 
 HASH_LANE = "hash"
 CHECKSUM_BIT = 1
@@ -49,19 +50,11 @@ MAX_SUBMITTED = 4
 """Calls at the executor at a time: enough to keep two threads busy."""
 
 
-def hash_object(
-    view: Callable[[int, int], memoryview],
-    offset: int,
-    shard_bytes: tuple[int, ...],
-    checksum: Checksum,
-) -> ObjectMeta:
-    """Checksums of an object's shards, which lie one after the other at aligned offsets. Runs on an
-    I/O thread."""
-    digests = []
-    for size in shard_bytes:
-        digests.append(checksum.digest(view(offset, size)))
-        offset += aligned(size)
-    return ObjectMeta(shard_bytes, checksum.kind, tuple(digests))
+def hash_object(payload: Payload, shard_bytes: tuple[int, ...], checksum: Checksum) -> ObjectMeta:
+    """Checksums of an object's shards. Runs on an I/O thread."""
+    shards = zip(shards_of(payload, shard_bytes), shard_bytes, strict=True)
+    digests = tuple(checksum.digest(shard[:size]) for shard, size in shards)
+    return ObjectMeta(shard_bytes, checksum.kind, digests)
 
 
 class _Backlog:
@@ -285,7 +278,8 @@ class WriteThrough:
                 expires_at=entry.expires_at,
                 limited=bool(entry.tiers),
             )
-        work = partial(secondary.tier.write, entry.ref, context.view(entry.slot.offset, size), meta)
+        payload = context.payload(entry.slot, size)
+        work = partial(writer_of(secondary.tier, payload), entry.ref, payload, meta)
         call = IoCall(context.clock, work, partial(self._written, secondary, entry, size))
         self._writes[secondary, entry] = call
         call.submit(context.io, f"write:{secondary.lane}")
@@ -499,8 +493,8 @@ class Checksummer:
         while self._queue and self._submitted < MAX_SUBMITTED and not context.fenced:
             entry = self._queue.popleft()
             self._submitted += 1
-            offset, shards = entry.slot.offset, entry.shard_bytes
-            work = partial(hash_object, context.view, offset, shards, context.checksums)
+            payload = context.payload(entry.slot, entry.slot_bytes)
+            work = partial(hash_object, payload, entry.shard_bytes, context.checksums)
             IoCall(context.clock, work, partial(self._hashed, entry)).submit(context.io, HASH_LANE)
 
     def _hashed(self, entry: Entry, result: object, error: BaseException | None) -> None:

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import TierCorruptError, TierError, TierMissError, TierNoSpaceError
-from kvtier.testing.objects import NAMESPACE, buffer, make_object
+from kvtier.testing.objects import NAMESPACE, buffer, in_pieces, make_object
 from kvtier.tiers.base import ObjectRef, Tier, TierLimits, aligned
+from kvtier.tiers.pieces import reader_of, scatter, shards_of, writer_of
 
 
 class TierSuite:
@@ -56,6 +57,39 @@ class TierSuite:
         for size in shards:
             assert into[start : start + size] == payload[start : start + size]
             start += aligned(size)
+
+    @pytest.mark.parametrize("shards", [(8_192, 8_192), (5_000, 4_097), (1_100_000, 1_100_000)])
+    def test_an_object_lies_in_one_buffer_or_in_pieces(
+        self, tier: Tier, shards: tuple[int, ...]
+    ) -> None:
+        """Whether its shards lie in one buffer or apart makes no difference to what is stored."""
+        for seed, apart in ((8, False), (9, True)):
+            ref, payload, meta = make_object(seed, shards)
+            stored = in_pieces(shards) if apart else payload
+            scatter(payload, stored)
+            writer_of(tier, stored)(ref, stored, meta)
+            pieces, whole = in_pieces(shards), buffer(payload.nbytes)
+            assert reader_of(tier, pieces)(ref, pieces) == meta
+            assert tier.read(ref, whole) == meta
+            found = zip(
+                pieces.views,
+                shards_of(whole, shards),
+                shards_of(payload, shards),
+                shards,
+                strict=True,
+            )
+            for piece, view, wanted, size in found:
+                assert piece == view
+                assert piece[:size] == wanted[:size]
+
+    def test_damage_is_found_in_pieces(self, tier: Tier, tmp_path: Path) -> None:
+        shards = (8_192, 8_192)
+        ref, payload, meta = make_object(10, shards)
+        tier.write(ref, payload, meta)
+        self.damage(tier, ref, tmp_path)
+        pieces = in_pieces(shards)
+        with pytest.raises(TierError):
+            reader_of(tier, pieces)(ref, pieces)
 
     def test_an_unknown_object_is_a_miss(self, tier: Tier) -> None:
         ref, payload, _ = make_object(1)

@@ -17,8 +17,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvtier.errors import TierCorruptError, TierMissError, TierNoSpaceError, TierUnavailableError
-from kvtier.tiers.base import ForwardingTier, ObjectMeta, ObjectRef, Tier
+from kvtier.tiers.base import ForwardingTier, ObjectMeta, ObjectRef, Payload, Tier
 from kvtier.tiers.filesystem.io import tier_error
+from kvtier.tiers.pieces import views_of
 
 OPERATIONS = ("read", "write", "probe", "delete", "check", "maintain")
 MAX_HANG_SECONDS = 3_600.0
@@ -113,16 +114,17 @@ class FaultyTier(ForwardingTier):
         self._inject("probe")
         return self.inner.probe(ref)
 
-    def read(self, ref: ObjectRef, into: memoryview) -> ObjectMeta:
+    def read(self, ref: ObjectRef, into: Payload) -> ObjectMeta:
         """Operation "read"."""
         try:
             self._inject("read")
         except TierCorruptError:
-            into[:] = b"\xa5" * into.nbytes
+            for view in views_of(into):
+                view[:] = b"\xa5" * view.nbytes
             raise
         return self.inner.read(ref, into)
 
-    def write(self, ref: ObjectRef, payload: memoryview, meta: ObjectMeta) -> None:
+    def write(self, ref: ObjectRef, payload: Payload, meta: ObjectMeta) -> None:
         """Operation "write"."""
         self._inject("write")
         self.inner.write(ref, payload, meta)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import mmap
 
-from kvtier.tiers.base import ObjectMeta, ObjectRef, aligned
+from kvtier.tiers.base import ObjectMeta, ObjectRef, Pieces, aligned
 from kvtier.tiers.checksum import preferred
 
 NAMESPACE = "0123456789abcdef" * 2
@@ -15,6 +15,11 @@ NAMESPACE = "0123456789abcdef" * 2
 def buffer(size_bytes: int) -> memoryview:
     """Page-aligned memory, like a slot."""
     return memoryview(mmap.mmap(-1, size_bytes))
+
+
+def in_pieces(shards: tuple[int, ...]) -> Pieces:
+    """Page-aligned memory for these shards, each apart, like a slot in a pool with parts."""
+    return Pieces(tuple(buffer(aligned(size)) for size in shards))
 
 
 def make_object(

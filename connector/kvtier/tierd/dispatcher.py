@@ -6,6 +6,7 @@ Only the loop's thread uses it. It has no socket: ``send`` sends a message to a 
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -21,6 +22,7 @@ from kvtier.store.types import (
     NO_OWNER,
     ChunkId,
     CreditsGranted,
+    EngineInfo,
     KeysEvicting,
     LoadExtended,
     Owner,
@@ -35,7 +37,9 @@ from kvtier.store.types import (
 )
 from kvtier.tierd.replication import ReplicaPublisher
 from kvtier.tierd.sessions import EngineSessions, Session
+from kvtier.tierd.shard_layout import ShardRange, in_part
 from kvtier.tierd.wire import (
+    WHOLE_POOL,
     Abort,
     Arriving,
     Cancel,
@@ -57,6 +61,8 @@ from kvtier.tierd.wire import (
     Reserve,
     Resync,
 )
+
+_log = logging.getLogger("kvtier.tierd")
 
 
 def _prefix_cost(message: Promote) -> PrefixCost | None:
@@ -112,18 +118,37 @@ class Dispatcher:
         info, scheduler = engine.info, engine.scheduler
         if info is None or scheduler is None:
             raise KVTierError("the engine has no description")
-        largest = max(info.slot_bytes)
-        if largest > self._pool_bytes:
-            raise KVTierError(
-                f"the memory tier is too small: an object has {largest} bytes, "
-                f"the host pool has {self._pool_bytes}"
-            )
+        largest, room = max(info.slot_bytes), self.store.max_object_bytes(info)
+        if largest > room:
+            has = f"the host pool has {self._pool_bytes}"
+            if room < self._pool_bytes:
+                has += f", with room for one range of {room}"
+            raise KVTierError(f"the memory tier is too small: an object has {largest} bytes, {has}")
         self._publish(self.store.take_events(), now)
         self.store.open_engine(info)
+        self._log_layout(engine, info)
         self._engines[engine.name] = engine
         if info.persistent:
             self._describe(info.namespace, engine.canonical)
         self._announce(engine, scheduler, now)
+
+    def _log_layout(self, engine: EngineSessions, info: EngineInfo) -> None:
+        """Says once per opening of an engine with several ranks what each of them registers."""
+        if engine.ranks < 2:
+            return
+        layout = self.store.layout
+        if self.store.is_scattered(info.engine):
+            _log.info(
+                "engine %s: the host pool has %d parts; each rank registers %d bytes",
+                engine.engine,
+                layout.parts,
+                layout.part_bytes,
+            )
+            return
+        reason = engine.one_range_reason or (
+            f"the pool holds objects of another layout, in {layout.parts} parts"
+        )
+        _log.info("engine %s: each rank registers the whole host pool: %s", engine.engine, reason)
 
     def close(self, engine: EngineSessions, proven: bool) -> None:
         """Closes an engine in the store."""
@@ -149,10 +174,24 @@ class Dispatcher:
             identity=identity,
         )
         for member in engine.members():
-            shards = () if member.is_scheduler else engine.shards[member.hello.rank]
+            if member.is_scheduler:
+                self._send(member.route, ready)
+                continue
+            shards, span = self._shards_of(engine, info, member.hello.rank)
             ranges = tuple((each.offset, each.size_bytes, each.writes) for each in shards)
-            self._send(member.route, msgspec.structs.replace(ready, shards=ranges))
+            self._send(member.route, msgspec.structs.replace(ready, shards=ranges, span=span))
         self._start_replica(engine, scheduler, now)
+
+    def _shards_of(
+        self, engine: EngineSessions, info: EngineInfo, rank: int
+    ) -> tuple[tuple[ShardRange, ...], tuple[int, int]]:
+        """The ranges of a rank relative to a slot's offset, and the bytes of the pool that they are
+        in."""
+        shards = engine.shards[rank]
+        if not self.store.is_scattered(info.engine):
+            return shards, WHOLE_POOL
+        span = self.store.layout.span(engine.parts[rank])
+        return in_part(shards, span[0]), span
 
     def _start_replica(self, engine: EngineSessions, scheduler: Session, now: float) -> None:
         if engine.info is not None:

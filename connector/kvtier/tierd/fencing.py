@@ -36,8 +36,10 @@ from pathlib import Path
 
 from kvtier.files import replace_file
 from kvtier.processes import Liveness, ProcessIdentity
+from kvtier.store.pool_layout import PoolLayout
 from kvtier.store.slot_table import SlotLocation
 from kvtier.tierd.run_directory import open_shared
+from kvtier.tiers.base import ALIGNMENT_BYTES
 
 UNVERIFIABLE_TIMEOUT_SECONDS = 60.0
 """How long an unobservable process is waited for. Copies take milliseconds; a frozen container
@@ -180,8 +182,30 @@ class StartupFence:
 READS_DIRECTORY_NAME = "reads"
 _READ_RECORD = struct.Struct("<QQQQ")
 READ_RECORD_BYTES = _READ_RECORD.size
+_PARTS_SHIFT, _PART_PAGES_SHIFT = 57, 25
+_SLOTS_MASK, _PART_PAGES_MASK = (1 << 25) - 1, (1 << 32) - 1
+"""The last number of a record: how many slots the segment has and, for a pool in several parts,
+their number and size in pages above that."""
 _EMPTY_RECORD = bytes(READ_RECORD_BYTES)
 _MAX_READ_LOG_BYTES = 16 << 20
+
+
+def _pack_place(place: SlotLocation) -> bytes:
+    slots = place.segment_slots
+    if place.layout is not None:
+        slots |= place.layout.parts << _PARTS_SHIFT
+        slots |= place.layout.part_bytes // ALIGNMENT_BYTES << _PART_PAGES_SHIFT
+    return _READ_RECORD.pack(place.offset, place.slot_bytes, place.segment_start, slots)
+
+
+def _unpack_place(record: tuple[int, int, int, int]) -> SlotLocation:
+    offset, slot_bytes, segment_start, packed = record
+    parts = packed >> _PARTS_SHIFT
+    if not parts:
+        return SlotLocation(offset, slot_bytes, segment_start, packed)
+    pages = packed >> _PART_PAGES_SHIFT & _PART_PAGES_MASK
+    layout = PoolLayout(parts, pages * ALIGNMENT_BYTES)
+    return SlotLocation(offset, slot_bytes, segment_start, packed & _SLOTS_MASK, layout)
 
 
 class ReadLogFile:
@@ -203,9 +227,7 @@ class ReadLogFile:
     def begin(self, place: SlotLocation) -> bool:
         """Records a read into this slot. False: the read is not recorded and must not start."""
         number = self._free.pop() if self._free else len(self._numbers)
-        data = _READ_RECORD.pack(
-            place.offset, place.slot_bytes, place.segment_start, place.segment_slots
-        )
+        data = _pack_place(place)
         try:
             written = os.pwrite(self._descriptor, data, number * READ_RECORD_BYTES)
         except OSError:
@@ -285,4 +307,4 @@ def _read_places(path: Path) -> tuple[SlotLocation, ...]:
     records = (
         _READ_RECORD.unpack_from(data, start) for start in range(0, whole, READ_RECORD_BYTES)
     )
-    return tuple(SlotLocation(*record) for record in records if any(record))
+    return tuple(_unpack_place(record) for record in records if any(record))

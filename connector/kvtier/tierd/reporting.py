@@ -193,6 +193,7 @@ class Reporter:
             awaited_workers=inputs.awaited_workers,
             pending_stores=0 if store is None else store.pending_stores(),
             pool=pool,
+            pool_parts=1 if store is None else store.layout.parts,
             run_volume_bytes=run_volume[0],
             run_volume_available_bytes=run_volume[1],
             conditions=self._conditions(inputs),

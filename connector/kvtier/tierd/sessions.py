@@ -40,7 +40,7 @@ from kvtier.tierd.fencing import (
     SessionFiles,
     StartupFence,
 )
-from kvtier.tierd.shard_layout import ShardRange, slot_layouts
+from kvtier.tierd.shard_layout import ShardRange, part_numbers, slot_layouts
 from kvtier.tierd.wire import PROTOCOL, SESSION_TIMEOUT_SECONDS, Bye, Hello, Message, SessionRefused
 
 
@@ -75,7 +75,9 @@ class Session:
 @dataclass(slots=True, eq=False)
 class EngineSessions:
     """The attached members of an engine. ``name``: its name in the store. ``ending``: a member has
-    sent ``Bye``. ``shards[r][g]``: where rank r's shard of group g lies in a slot. ``derive``:
+    sent ``Bye``. ``shards[r][g]``: where rank r's shard of group g lies in an object. ``parts[r]``:
+    the part of the pool that rank r reads, if the pool has one for each shard; else empty, and
+    ``one_range_reason`` says why. ``derive``:
     namespace and canonical text for fingerprints of weights by rank; ``weights``: the current ones.
     """
 
@@ -85,6 +87,8 @@ class EngineSessions:
     workers: dict[int, Session] = field(default_factory=dict)
     info: EngineInfo | None = None
     shards: tuple[tuple[ShardRange, ...], ...] = ()
+    parts: tuple[int, ...] = ()
+    one_range_reason: str = ""
     weights: tuple[str, ...] = ()
     derive: Callable[[tuple[str, ...]], tuple[str, str]] | None = None
     canonical: str = ""
@@ -364,6 +368,7 @@ class Sessions:
         groups = slot_layouts([hello.shard_bytes for hello in hellos], scheduler.shard_writers)
         _check_shared_shards(hellos, scheduler.shard_writers)
         engine.shards = tuple(zip(*(group.ranges for group in groups), strict=True))
+        engine.parts, engine.one_range_reason = part_numbers(groups)
         codecs = tuple(hello.codec for hello in hellos)
         shards = tuple(
             tuple((shard.offset, shard.size_bytes) for shard in of_rank)
@@ -384,6 +389,7 @@ class Sessions:
             shard_bytes=tuple(group.shard_bytes for group in groups),
             writer_ranks=tuple(group.writers for group in groups),
             persistent=persistent,
+            parts=len(groups[0].writers) if engine.parts else 1,
         )
 
     def _reject_engine(self, engine: EngineSessions, reason: str) -> None:

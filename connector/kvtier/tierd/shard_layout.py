@@ -1,5 +1,9 @@
 """Where each rank's shard lies in a slot. Only tierd computes it; workers are told in ``Ready``.
 
+This is the layout of an object in files, and of a slot that is one range. In a pool that is laid
+out in parts (``store/pool_layout.py``) each shard of a slot lies in its own part, if all of them
+have one size (``part_numbers``).
+
 A slot of a group holds the shards of the ranks that write, in rank order, each at an aligned
 offset. Pipeline stages with different numbers of layers have shards of different sizes. Ranks that
 hold the same bytes, as with MLA under tensor parallelism, share one shard: the first of them writes
@@ -10,7 +14,7 @@ the group, is no writer and has no place in the slot.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvtier.tiers.base import aligned
 
@@ -61,6 +65,36 @@ def slot_layouts(
         _layout(group, [sizes[group] for sizes in shard_bytes], tuple(writers[group]))
         for group in range(groups)
     )
+
+
+def part_numbers(layouts: Sequence[SlotLayout]) -> tuple[tuple[int, ...], str]:
+    """The part of the pool that each rank reads, if the pool has one part for each shard.
+
+    Empty, and why, if there is none: with one shard, or if a rank would need several parts, or if
+    the shards of a group differ in size, so that the smaller ones would waste their parts.
+    """
+    first = layouts[0]
+    if len(first.writers) < 2:
+        return (), "objects have one shard"
+    parts: list[set[int]] = [set() for _ in first.ranges]
+    for group, layout in enumerate(layouts):
+        if len(layout.writers) != len(first.writers):
+            shards = [len(each.writers) for each in layouts]
+            return (), f"objects have different numbers of shards by group: {shards}"
+        sizes = sorted(set(map(aligned, layout.shard_bytes)))
+        if len(sizes) > 1:
+            return (), f"shards of group {group} have {sizes} bytes: must have one size"
+        for rank, shard in enumerate(layout.ranges):
+            parts[rank].add(shard.offset // sizes[0])
+    if any(len(numbers) != 1 for numbers in parts):
+        return (), f"ranks read different shards by group: {[sorted(each) for each in parts]}"
+    return tuple(numbers.pop() for numbers in parts), ""
+
+
+def in_part(ranges: Sequence[ShardRange], begin: int) -> tuple[ShardRange, ...]:
+    """The ranges of a rank whose part of the pool begins at ``begin``: relative to the slot's
+    offset, as before."""
+    return tuple(replace(shard, offset=begin) for shard in ranges)
 
 
 def _layout(group: int, sizes: Sequence[int], writer_of: tuple[int, ...]) -> SlotLayout:

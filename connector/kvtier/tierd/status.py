@@ -213,6 +213,8 @@ class Snapshot:
     awaited_workers: int = 0
     pending_stores: int = 0
     pool: dict[str, int] = field(default_factory=dict)
+    pool_parts: int = 1
+    """In how many parts the pool is laid out, of which a rank of an engine registers one."""
     run_volume_bytes: int = 0
     """Size of the volume of the run directory, which holds the pool."""
     run_volume_available_bytes: int = 0
@@ -259,6 +261,7 @@ def status_json(snapshot: Snapshot) -> bytes:
         "tiers": [_tier_json(tier) for tier in snapshot.tiers],
         "sessions": [_camel_keys(asdict(session)) for session in snapshot.sessions],
         "pool": _camel_keys(dict(snapshot.pool)),
+        "poolParts": snapshot.pool_parts,
         "conditions": [asdict(condition) for condition in snapshot.conditions],
         "counters": [
             {"name": name, "tier": tier, "reason": reason, "value": value}

@@ -20,9 +20,11 @@ import msgspec
 from kvtier import __version__
 from kvtier.store.types import NO_OWNER, Owner
 
-PROTOCOL = f"{__version__}/13"
+PROTOCOL = f"{__version__}/14"
 SOCKET_NAME = "tierd.sock"
 POOL_NAME = "pool"
+WHOLE_POOL = (0, 0)
+"""In ``Ready.span``."""
 GENERATIONS_NAME = "generations"
 """The file of generation words beside the pool (``kvtier/store/generations.py``)."""
 
@@ -266,9 +268,11 @@ class SessionRefused(Message, frozen=True, kw_only=True):
 
 class Ready(Message, frozen=True, kw_only=True):
     """The engine's namespace is open: scheduler and all workers are there and agree. ``slot_bytes``
-    per group. ``shards``, to a worker: (offset in the slot, size, whether this rank writes it) of
-    its shard of each group. ``weights``: the fingerprints by rank that the namespace belongs to;
-    empty ones are unknown. ``identity``: the number of the ``Identify`` that this answers, else 0.
+    per group. ``shards``, to a worker: (offset from that of the slot, size, whether this rank
+    writes it) of its shard of each group; of every slot they lie in the bytes ``span`` (begin, end)
+    of the pool, or anywhere in it (``WHOLE_POOL``). ``weights``: the fingerprints by rank that the
+    namespace belongs to; empty ones are unknown. ``identity``: the number of the ``Identify`` that
+    this answers, else 0.
     """
 
     namespace: str
@@ -277,6 +281,7 @@ class Ready(Message, frozen=True, kw_only=True):
     weights: tuple[str, ...] = ()
     identity: int = 0
     shards: tuple[tuple[int, int, bool], ...] = ()
+    span: tuple[int, int] = WHOLE_POOL
 
 
 class LiveSettings(Message, frozen=True, kw_only=True):

@@ -71,6 +71,26 @@ class ObjectMeta:
         return sum(aligned(size) for size in self.shard_bytes)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Pieces:
+    """Memory for an object whose shards lie in several parts of the host pool.
+
+    ``views[i]``: shard i with the padding after it, page-aligned. One after the other they are the
+    payload that a contiguous buffer holds.
+    """
+
+    views: tuple[memoryview, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the payload in bytes."""
+        return sum(view.nbytes for view in self.views)
+
+
+Payload = memoryview | Pieces
+"""The memory of one object. ``tiers/pieces.py`` has what treats both alike."""
+
+
 class ObjectFacts(NamedTuple):
     """What the header of an object says beyond its content: whom it belongs to, empty if to no
     tenant, and when it expires, in seconds since the epoch, 0: never."""
@@ -88,7 +108,8 @@ class TierCapabilities:
     write there too. ``indexed``: ``contains`` knows every object; otherwise ``probe`` may find one
     that it does not know. ``expires``: what has expired is never read, and is removed; other tiers
     are given no such objects. ``tenants``: it bounds what each tenant holds
-    (``TierLimits.tenant_percent``).
+    (``TierLimits.tenant_percent``). ``scattered``: ``read`` and ``write`` take ``Pieces``; other
+    tiers are given one buffer, and the bytes are copied once more.
     """
 
     persistent: bool
@@ -96,6 +117,7 @@ class TierCapabilities:
     indexed: bool
     expires: bool = False
     tenants: bool = False
+    scattered: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,15 +224,16 @@ class Tier(ABC):
         """Looks up an object in the storage itself, and indexes it if it exists."""
 
     @abstractmethod
-    def read(self, ref: ObjectRef, into: memoryview) -> ObjectMeta:
+    def read(self, ref: ObjectRef, into: Payload) -> ObjectMeta:
         """Reads the object into ``into`` (the size of its payload, page-aligned) and verifies it.
+        Only a tier that is ``scattered`` is given ``Pieces``.
 
         On return the bytes are those that were stored under this namespace and key. Raises
         ``TierMissError``, ``TierCorruptError`` (the object is removed) or ``TierUnavailableError``.
         """
 
     @abstractmethod
-    def write(self, ref: ObjectRef, payload: memoryview, meta: ObjectMeta) -> None:
+    def write(self, ref: ObjectRef, payload: Payload, meta: ObjectMeta) -> None:
         """Stores the object. On return it is visible as a whole, on an error not at all.
 
         Writing an object that exists succeeds. Raises ``TierNoSpaceError`` or
@@ -280,10 +303,10 @@ class ForwardingTier(Tier):
     def probe(self, ref: ObjectRef) -> bool:
         return self.inner.probe(ref)
 
-    def read(self, ref: ObjectRef, into: memoryview) -> ObjectMeta:
+    def read(self, ref: ObjectRef, into: Payload) -> ObjectMeta:
         return self.inner.read(ref, into)
 
-    def write(self, ref: ObjectRef, payload: memoryview, meta: ObjectMeta) -> None:
+    def write(self, ref: ObjectRef, payload: Payload, meta: ObjectMeta) -> None:
         self.inner.write(ref, payload, meta)
 
     def delete(self, ref: ObjectRef) -> None:

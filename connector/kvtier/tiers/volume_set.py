@@ -29,6 +29,7 @@ from kvtier.tiers.base import (
     ObjectMeta,
     ObjectRef,
     OnChange,
+    Payload,
     Tier,
     TierCapabilities,
     TierLimits,
@@ -71,7 +72,7 @@ class _Volume(ForwardingTier):
         self._position = position
         self._predecessors = predecessors
 
-    def write(self, ref: ObjectRef, payload: memoryview, meta: ObjectMeta) -> None:
+    def write(self, ref: ObjectRef, payload: Payload, meta: ObjectMeta) -> None:
         self.inner.write(ref, payload, replace(meta, previous=self._nearest(ref, meta.previous)))
 
     def touch(self, ref: ObjectRef, previous: bytes = b"") -> None:
@@ -102,6 +103,7 @@ class VolumeSet(Tier):
             indexed=all(each.capabilities.indexed for each in volumes),
             expires=all(each.capabilities.expires for each in volumes),
             tenants=all(each.capabilities.tenants for each in volumes),
+            scattered=all(each.capabilities.scattered for each in volumes),
         )
         self._seeds = [blake2b(each.name.encode(), digest_size=32).digest() for each in volumes]
         self._serving = [True] * len(volumes)
@@ -240,14 +242,14 @@ class VolumeSet(Tier):
         order = sorted(range(len(self.volumes)), key=lambda position: position != own)
         return any(self._serving[each] and self.volumes[each].probe(ref) for each in order)
 
-    def read(self, ref: ObjectRef, into: memoryview) -> ObjectMeta:
+    def read(self, ref: ObjectRef, into: Payload) -> ObjectMeta:
         """Reads from the volume that holds the object."""
         volume = self._holder(ref)
         if volume is None:
             raise TierMissError(f"tier {self.name}: no volume holds the object")
         return volume.read(ref, into)
 
-    def write(self, ref: ObjectRef, payload: memoryview, meta: ObjectMeta) -> None:
+    def write(self, ref: ObjectRef, payload: Payload, meta: ObjectMeta) -> None:
         """Writes to the volume that holds the object, or that it belongs to."""
         serving = [position for position, serves in enumerate(self._serving) if serves]
         (self._holder(ref) or self.volumes[self.place(ref, serving)]).write(ref, payload, meta)

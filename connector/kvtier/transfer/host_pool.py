@@ -21,6 +21,7 @@ Bytes = npt.NDArray[np.uint8]
 class HostPool:
     """A writable mapping, which lives as long as an array over it.
 
+    ``begin``: offset of the mapping in the file. All other offsets are relative to it.
     ``identity``: device, inode and size of the file, to detect that it was replaced.
     ``boundaries``: offsets between ranges that were registered separately; one DMA transfer must
     not cross them.
@@ -29,6 +30,12 @@ class HostPool:
     memory: Bytes
     identity: tuple[int, int, int] = (0, 0, 0)
     boundaries: tuple[int, ...] = ()
+    begin: int = 0
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """Begin and end of the mapping in the file."""
+        return self.begin, self.begin + self.nbytes
 
     @property
     def nbytes(self) -> int:
@@ -42,18 +49,19 @@ def file_identity(path: Path) -> tuple[int, int, int]:
     return status.st_dev, status.st_ino, status.st_size
 
 
-def open_pool(path: Path, nbytes: int, boundaries: tuple[int, ...] = ()) -> HostPool:
-    """Maps the first ``nbytes`` of ``path``, shared and writable.
+def open_pool(path: Path, nbytes: int, begin: int = 0) -> HostPool:
+    """Maps ``nbytes`` of ``path`` from ``begin``, a multiple of the page size; shared, writable.
 
     Raises ``OSError`` if it cannot be opened or mapped, ``ValueError`` if the file is smaller.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         status = os.fstat(descriptor)
-        if nbytes <= 0 or status.st_size < nbytes:
-            raise ValueError(f"{path}: {status.st_size} bytes, must be at least {nbytes}")
-        mapping = mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        if nbytes <= 0 or begin < 0 or status.st_size < begin + nbytes:
+            raise ValueError(f"{path}: {status.st_size} bytes, must be at least {begin + nbytes}")
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        mapping = mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED, access, offset=begin)
     finally:
         os.close(descriptor)
     identity = (status.st_dev, status.st_ino, status.st_size)
-    return HostPool(np.frombuffer(mapping, dtype=np.uint8), identity, boundaries)
+    return HostPool(np.frombuffer(mapping, dtype=np.uint8), identity, begin=begin)

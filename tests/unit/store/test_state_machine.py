@@ -58,6 +58,7 @@ from kvtier.store.types import (
     StoreEvent,
 )
 from kvtier.tiers.base import ObjectMeta, ObjectRef, aligned
+from kvtier.tiers.pieces import views_of
 
 pytestmark = pytest.mark.slow
 
@@ -173,7 +174,7 @@ class CheckingTier(WatchedTier):
 @dataclass(repr=False)
 class ModelEngine:
     """An engine as it sees itself. ``holds``: slots that it may write; ``reading``: loads that its
-    ranks may read."""
+    ranks may read. ``part_bytes``: distance of its shards in a slot; 0: they are one range."""
 
     info: EngineInfo
     kind: Kind
@@ -183,23 +184,30 @@ class ModelEngine:
     promotions: dict[int, list[tuple[int, bytes]]] = field(default_factory=dict)
     queued: list[int] = field(default_factory=list)
     gone_at: float | None = None
+    part_bytes: int = 0
+
+    def shard_offset(self, group: int, rank: int) -> int:
+        """From the offset of a slot, as its rank was told."""
+        if self.part_bytes:
+            return rank * self.part_bytes
+        return sum(map(aligned, self.kind.shards[group][:rank]))
+
+    def ranges(self, group: int, slot: int) -> list[tuple[int, int]]:
+        """(offset, size) of the bytes of a slot."""
+        if not self.part_bytes:
+            return [(slot, self.info.slot_bytes[group])]
+        sizes = map(aligned, self.kind.shards[group])
+        return [(slot + rank * self.part_bytes, size) for rank, size in enumerate(sizes)]
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(self.info.engine)
 
     def writable(self) -> list[tuple[int, int]]:
-        """(offset, size) of every slot the engine may write at this moment."""
-        found = [
-            (slot, self.info.slot_bytes[g])
-            for g, slots in enumerate(self.credits)
-            for slot in slots
-        ]
+        """(offset, size) of every byte the engine may write at this moment."""
+        found = [(g, slot) for g, slots in enumerate(self.credits) for slot in slots]
         ranks = len(self.kind.writers)
-        return found + [
-            (slot, self.info.slot_bytes[g])
-            for g, slot, _, done in self.open.values()
-            if len(done) < ranks
-        ]
+        found += [(g, slot) for g, slot, _, done in self.open.values() if len(done) < ranks]
+        return [each for g, slot in found for each in self.ranges(g, slot)]
 
 
 class Driver:
@@ -225,6 +233,8 @@ class Driver:
         self.measure_tiers()
         self.log: list[tuple[float, StoreEvent]] = []
         self.snapshot: dict[bytes, int] = {}
+        self.part_bytes = 0
+        """As the engine that opened last was told."""
         self.orphans: dict[str, list[memoryview]] = {}
         """Memory that threads of dead processes may still write into, by process."""
 
@@ -250,7 +260,9 @@ class Driver:
         getattr(self.fixture.store, method)(*arguments)
 
     def open_engine(self, info: EngineInfo) -> None:
-        self.fixture.store.open_engine(info)
+        store = self.fixture.store
+        store.open_engine(info)
+        self.part_bytes = store.layout.part_bytes if store.is_scattered(info.engine) else 0
         self.snapshot = self.fixture.held(info.namespace)
 
     def write(self, offset: int, data: bytes) -> None:
@@ -290,7 +302,7 @@ class Driver:
             if call.started and call.lane.startswith("read:") and isinstance(call.call, IoCall):
                 work = call.call.work
                 if isinstance(work, partial) and call.call.started_at is not None:
-                    found.append(work.args[1])
+                    found += views_of(work.args[-1])
         return found
 
     def tier_mode(self, tier: int, mode: str) -> None:
@@ -445,10 +457,10 @@ class StoreMachine(RuleBasedStateMachine):
         if isinstance(event, CreditsGranted):
             assert not self.fenced, "granted while fenced"
             engine = self.engines[event.engine]
-            size = engine.info.slot_bytes[event.group]
             for slot in event.slots:
-                self.assert_unused(slot, size, "granted")
-                assert not self.being_read(slot, size), "granted while a worker may read it"
+                for offset, size in engine.ranges(event.group, slot):
+                    self.assert_unused(offset, size, "granted")
+                    assert not self.being_read(offset, size), "granted while a worker may read it"
                 engine.credits[event.group].append(slot)
         elif isinstance(event, PresenceChanged):
             replica = self.replicas[event.namespace]
@@ -509,15 +521,14 @@ class StoreMachine(RuleBasedStateMachine):
     def check_bytes(self, engine: ModelEngine, keys: list[bytes], slots: tuple[int, ...]) -> None:
         for key, slot in zip(keys, slots, strict=False):
             shards = engine.kind.shards[key[0]]
-            size = engine.kind.slot_bytes[key[0]]
-            self.assert_unused(slot, size, "pinned")
-            offset = slot
+            for offset, size in engine.ranges(key[0], slot):
+                self.assert_unused(offset, size, "pinned")
             for rank, length in enumerate(shards):
+                offset = slot + engine.shard_offset(key[0], rank)
                 content = bytes(self.driver.fixture.pool[offset : offset + length])
                 assert content == shard_content(engine.kind.namespace, key, rank, length), (
                     "a load has wrong bytes"
                 )
-                offset += aligned(length)
 
     def assert_unused(self, offset: int, size: int, what: str) -> None:
         for other, other_size, reason in self.in_use():
@@ -527,8 +538,9 @@ class StoreMachine(RuleBasedStateMachine):
         for engine in [*self.engines.values(), *self.vanished_engines]:
             for keys, slots in engine.loads.values():
                 for key, slot in zip(keys, slots, strict=False):
-                    if offset < slot + engine.kind.slot_bytes[key[0]] and slot < offset + size:
-                        return True
+                    for start, length in engine.ranges(key[0], slot):
+                        if offset < start + length and start < offset + size:
+                            return True
         return False
 
     # Rules.
@@ -539,6 +551,7 @@ class StoreMachine(RuleBasedStateMachine):
         held=st.tuples(st.integers(0, CHUNKS), st.integers(0, CHUNKS)),
         eviction_policy=st.sampled_from(("LRU", "ARC")),
         volumes=st.sampled_from((1, 2, 3)),
+        parts=st.booleans(),
     )
     def begin(
         self,
@@ -547,8 +560,11 @@ class StoreMachine(RuleBasedStateMachine):
         held: tuple[int, int],
         eviction_policy: Literal["LRU", "ARC"],
         volumes: int,
+        parts: bool,
     ) -> None:
-        """Opens some engines; the tiers hold a few prefixes."""
+        """Opens some engines; the tiers hold a few prefixes. ``parts``: engines with two ranks can
+        have one part of the pool for each."""
+        self.parts = parts
         self.fenced = self.began_fenced = fenced
         self.eviction_policy, self.volumes = eviction_policy, volumes
         self.driver = Driver(fenced, eviction_policy, volumes)
@@ -625,11 +641,18 @@ class StoreMachine(RuleBasedStateMachine):
             return
         ranks = (kind.writers,) * len(kind.shards)
         info = EngineInfo(
-            name, kind.namespace, kind.slot_bytes, kind.shards, ranks, kind.persistent
+            name,
+            kind.namespace,
+            kind.slot_bytes,
+            kind.shards,
+            ranks,
+            kind.persistent,
+            len(kind.writers) if self.parts else 1,
         )
         self.engines[name] = ModelEngine(info, kind, [[] for _ in kind.shards])
         self.operations.append(("open_engine", info))
         events = self.driver.apply(self.operations[-1])
+        self.engines[name].part_bytes = self.driver.part_bytes
         # Older replicas of the namespace equal the snapshot: a check for free.
         assert (
             self.replicas.get(kind.namespace, self.driver.snapshot).items()
@@ -737,7 +760,7 @@ class StoreMachine(RuleBasedStateMachine):
         group, slot, key, answered = engine.open[number]
         shards = engine.kind.shards[group]
         if delivered:
-            offset = slot + sum(map(aligned, shards[:rank]))
+            offset = slot + engine.shard_offset(group, rank)
             self.do("write", offset, shard_content(engine.kind.namespace, key, rank, shards[rank]))
         answered.add(rank)
         self.do("call", "deliver" if delivered else "abort", engine.info.engine, rank, number)
@@ -749,10 +772,10 @@ class StoreMachine(RuleBasedStateMachine):
         found = []
         for engine in [*self.engines.values(), *self.vanished_engines]:
             for group, slots in enumerate(engine.credits):
-                found += [(slot, engine.kind.slot_bytes[group]) for slot in slots]
+                found += [each for slot in slots for each in engine.ranges(group, slot)]
             for group, slot, _, answered in engine.open.values():
                 if not answered or engine.gone_at is not None:
-                    found.append((slot, engine.kind.slot_bytes[group]))
+                    found += engine.ranges(group, slot)
         if found:
             slot, size = found[number % len(found)]
             self.do("write", slot, hashlib.sha256(b"garbage%d" % number).digest() * (size // 32))
@@ -1016,7 +1039,9 @@ class StoreMachine(RuleBasedStateMachine):
         for slot in fixture.store._pool.slots():
             size = slot.segment.kind.slot_bytes
             sizes[slot.state] += size
-            ranges.append((slot.offset, size))
+            row, step = slot.segment.kind.row_bytes, slot.segment.kind.part_bytes
+            pieces = range(slot.segment.kind.pieces)
+            ranges += [(slot.offset + piece * step, row) for piece in pieces]
             assert (slot.entry is not None) == (
                 slot.state in (SlotState.COMMITTED, SlotState.EVICTING)
             )
@@ -1101,10 +1126,12 @@ class StoreMachine(RuleBasedStateMachine):
         assert again.log == self.driver.log, "the same inputs gave different events"
 
     def longest_run_without_credits(self) -> int:
-        """Bytes in one piece that no engine was given."""
-        pages = [True] * SLOTS
+        """Bytes in one piece that no engine was given, of each part of the pool alike."""
+        rows = self.driver.fixture.store.layout.part_bytes // PAGE
+        pages = [True] * rows
         for offset, size, _ in self.in_use():
-            pages[offset // PAGE : (offset + size) // PAGE] = [False] * (size // PAGE)
+            for page in range(offset // PAGE, (offset + size) // PAGE):
+                pages[page % rows] = False
         return max(len(run) for run in "".join(".x"[free] for free in pages).split(".")) * PAGE
 
     def wind_down(self) -> None:
@@ -1143,16 +1170,11 @@ class StoreMachine(RuleBasedStateMachine):
         )
         for engine in self.engines.values():
             for group, credits in enumerate(engine.credits):
-                if (
-                    not credits
-                    and not fixture.store._engines.open[engine.info.engine]
-                    .geometries[group]
-                    .kind.segments
-                ):
+                state = fixture.store._engines.open[engine.info.engine]
+                kind = state.geometries[group].kind
+                if not credits and not kind.segments:
                     room = self.longest_run_without_credits()
-                    assert room < engine.info.slot_bytes[group], (
-                        f"{engine.info.engine} starves in an idle store"
-                    )
+                    assert room < kind.row_bytes, f"{engine.info.engine} starves in an idle store"
         for name in list(self.engines):
             self.close_engine(name, True)
         assert len(fixture.store._queued) == 0

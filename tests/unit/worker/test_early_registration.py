@@ -131,6 +131,36 @@ def test_only_what_is_filled_is_registered_and_the_rest_when_the_pool_is_publish
     assert len(device.registered) == 3  # they belong to the caller now
 
 
+HALF = SIZE // 2 // PAGE * PAGE
+
+
+@pytest.mark.parametrize("named", ["expected", "other", "whole"])
+def test_only_the_expected_part_is_registered_and_undone_if_tierd_names_another(
+    tmp_path: Path, named: str
+) -> None:
+    device, filled, path = FakeDevice(), Filled(), tmp_path / "pool"
+    part = (HALF, 2 * HALF)
+    early = EarlyRegistration(path, device.device, filled, lambda _: part)
+    make_file(path)
+    filled.end = HALF + PAGE
+    early.look()
+    assert not device.calls, "its part is not filled yet"
+    filled.end = SIZE
+    count = len(device.ranges(HALF))
+    settle(early, device, count)
+    assert sorted(device.calls) == list(device.ranges(HALF)), "relative to its begin"
+    span = {"expected": part, "other": (0, HALF), "whole": (0, SIZE)}[named]
+    taken = early.take(path, SIZE, span)
+    if named == "expected":
+        assert taken is not None
+        assert taken[0].span == part
+        assert len(device.registered) == count
+    else:
+        assert taken is None
+        assert not device.registered
+    early.abandon()
+
+
 @pytest.mark.parametrize("change", ["replaced", "larger", "removed"])
 def test_another_file_is_not_taken_for_the_registered_one(made: Made, change: str) -> None:
     early, device, filled, path = made
@@ -222,7 +252,7 @@ def map_pool(mapper: HostPoolMapper, path: Path) -> PoolReady:
         found.append(result)
         ready.set()
 
-    mapper.map(path, SIZE, on_ready)
+    mapper.map(path, SIZE, (0, SIZE), on_ready)
     assert ready.wait(30)
     return found[0]
 
@@ -251,7 +281,7 @@ def test_the_mapper_registers_only_what_was_not_registered_early(
     mapper = HostPoolMapper(register, lambda pool, begins: unregistered.append(begins), early)
     assert map_pool(mapper, path).problem == ""
     assert len(late) == int(replaced)
-    mapped = mapper.get(path, SIZE)
+    mapped = mapper.get(path, SIZE, (0, SIZE))
     assert mapped is not None
     assert mapped.pool.boundaries == (() if replaced else (PIECE, 2 * PIECE))
     mapper.close()
@@ -332,8 +362,8 @@ def test_the_mapper_says_once_that_the_driver_hangs_and_maps_nothing_again(hangi
     ready = map_pool(mapper, path)
     assert "the device's driver hangs" in ready.problem
     assert mapper.hangs == ready.problem
-    mapper.map(path, SIZE, lambda result: pytest.fail("it answers once"))
-    assert mapper.get(path, SIZE) is None
+    mapper.map(path, SIZE, (0, SIZE), lambda result: pytest.fail("it answers once"))
+    assert mapper.get(path, SIZE, (0, SIZE)) is None
     mapper.close()
     assert registered == []
 

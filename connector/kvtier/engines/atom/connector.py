@@ -224,6 +224,7 @@ class KVTierOffloadConnector:
             tensor_rank(),
             int(config.kv_cache_block_size),
             planner.chunk_tokens,
+            planner.shard_writers,
         )
         return AtomWorker(topology.structural, identity)
 

@@ -36,12 +36,14 @@ SHUTDOWN_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class RankIdentity:
-    """``engine``: the name that the scheduler side uses too. ``rank``: of tensor parallelism."""
+    """``engine``: the name that the scheduler side uses too. ``rank``: of tensor parallelism.
+    ``shard_writers``: as in the scheduler side's ``Hello``; empty if they are not known."""
 
     engine: str
     rank: int
     block_tokens: int
     chunk_tokens: int
+    shard_writers: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from kvtier.engines.common.worker_state import (
 )
 from kvtier.engines.common.worker_thread import TransferThread
 from kvtier.processes import own_identity
+from kvtier.store.pool_layout import expected_span
 from kvtier.tierd.liveness import hold_peer_lock
 from kvtier.tierd.wire import PROTOCOL, Hello
 from kvtier.transfer.codec import Codec
@@ -61,7 +62,9 @@ class AtomWorker(AtomRank):
             ),
             partial(self._make_client, self._run_directory, self._hello),
             HostPoolMapper(
-                lambda pool, cancelled: register_pool(pool, device, cancelled), unregister_pool
+                lambda pool, cancelled: register_pool(pool, device, cancelled),
+                unregister_pool,
+                expect=lambda size: expected_span(size, identity.shard_writers, identity.rank),
             ),
         )
         self._thread.start()

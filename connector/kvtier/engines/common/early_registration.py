@@ -81,7 +81,10 @@ class EarlyRegistration:
         path: Path,
         device: Device,
         filled_end: Callable[[Path, int], int] = filled_end,
+        expect: Callable[[int], Span] | None = None,
     ) -> None:
+        """``expect``: the range of a pool of so many bytes that is registered; None: all of it."""
+        self._expect = expect
         self._path = path
         self._device = device
         self._filled_end = filled_end
@@ -98,10 +101,13 @@ class EarlyRegistration:
         """Starts the thread that looks at the file."""
         self._thread.start()
 
-    def take(self, path: Path, nbytes: int) -> tuple[HostPool, tuple[int, ...]] | None:
-        """Returns the pool with its boundaries and what ``unregister`` needs, once all of it is
-        registered; None if it is another file, or if registering failed. tierd has published
-        ``nbytes`` of it, which are filled. Any thread; may take seconds. Once only.
+    def take(
+        self, path: Path, nbytes: int, span: Span | None = None
+    ) -> tuple[HostPool, tuple[int, ...]] | None:
+        """Returns the range ``span`` of the pool (None: all of it) with its boundaries and what
+        ``unregister`` needs, once all of it is registered; None if it is another file or range, or
+        if registering failed. tierd has published ``nbytes`` of it, which are filled. Any thread;
+        may take seconds. Once only.
 
         Raises ``DriverHangsError``: nothing can be registered.
         """
@@ -109,6 +115,11 @@ class EarlyRegistration:
         with self._lock:
             found = self._registration
             if found is None or self._path != path or not self._is_current(found, nbytes):
+                self._undo()
+                self._raise_if_hanging()
+                return None
+            if found.pool.span != (span or (0, nbytes)):
+                logger.info("KVTier: the host pool is registered once more: for another range")
                 self._undo()
                 self._raise_if_hanging()
                 return None
@@ -160,8 +171,10 @@ class EarlyRegistration:
                 return
             found = None
         if found is None and nbytes:
-            due = list(self._device.ranges(nbytes))
-            found = self._registration = _Registration(open_pool(self._path, nbytes), due)
+            begin, end = (0, nbytes) if self._expect is None else self._expect(nbytes)
+            pool = open_pool(self._path, end - begin, begin)
+            due = list(self._device.ranges(pool.nbytes))
+            found = self._registration = _Registration(pool, due)
         if found is None:
             return
         if any(each.done() and each.exception() for each in found.started.values()):
@@ -169,16 +182,18 @@ class EarlyRegistration:
             self._failed = True
             self._undo_ranges()
         elif found.due:
-            self._begin(found, self._filled_end(self._path, found.due[0][0]))
+            begin = found.pool.begin + found.due[0][0]
+            self._begin(found, self._filled_end(self._path, begin))
 
     def _is_current(self, found: _Registration, nbytes: int) -> bool:
         try:
-            return found.pool.nbytes == nbytes and found.pool.identity == file_identity(self._path)
+            now = file_identity(self._path)
+            return found.pool.identity == now and now[2] == nbytes
         except OSError:
             return False
 
     def _begin(self, found: _Registration, end: int) -> None:
-        while found.due and found.due[0][1] <= end:
+        while found.due and found.pool.begin + found.due[0][1] <= end:
             span = found.due.pop(0)
             found.started[span] = self._calls.submit(self._device.register, found.pool, span)
 

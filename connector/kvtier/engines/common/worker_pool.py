@@ -13,11 +13,11 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from kvtier.engines.common.early_registration import EarlyRegistration
+from kvtier.engines.common.early_registration import EarlyRegistration, Span
 from kvtier.store.generations import generation_bytes
 from kvtier.tierd.wire import GENERATIONS_NAME
 from kvtier.transfer.driver_calls import (
@@ -44,16 +44,18 @@ class RegisterPool(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PoolReady:
-    """The pool at ``path`` is mapped; or ``problem`` says why not."""
+    """The bytes ``span`` (begin, end) of the pool of ``nbytes`` at ``path`` are mapped; or
+    ``problem`` says why not."""
 
     path: Path
     nbytes: int
+    span: Span
     problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class MappedPool:
-    """A pool and its generation words, of which there is one 32-bit word per page."""
+    """A range of the pool, and the generation words of all of it: one 32-bit word per page."""
 
     pool: HostPool
     words: memoryview
@@ -66,6 +68,7 @@ class _Mapping:
     registration: tuple[int, ...]
     path: Path
     nbytes: int
+    span: Span
 
 
 def open_generations(path: Path, pool_bytes: int) -> memoryview:
@@ -93,11 +96,14 @@ class HostPoolMapper:
         register: RegisterPool,
         unregister: Callable[[HostPool, tuple[int, ...]], None],
         early: EarlyRegistration | None = None,
+        expect: Callable[[int], Span] | None = None,
     ) -> None:
-        """``early``: a registration that was started before, for the first mapping."""
+        """``early``: a registration that was started before, for the first mapping. ``expect``: the
+        range of a pool of so many bytes that tierd will probably name; None: all of it."""
         self._register = register
         self._unregister = unregister
         self._early = early
+        self._expect = expect
         self._lock = threading.Lock()
         self._mapping: _Mapping | None = None
         self._busy = False
@@ -105,11 +111,17 @@ class HostPoolMapper:
         self.hangs = ""
         """Why no pool is mapped until the engine restarts; empty unless the driver hangs."""
 
-    def get(self, path: Path, nbytes: int) -> MappedPool | None:
-        """Returns the mapped pool if it is of the file that is at ``path`` now."""
+    def expected(self, nbytes: int) -> Span:
+        """The range to map before tierd has named one."""
+        return (0, nbytes) if self._expect is None else self._expect(nbytes)
+
+    def get(self, path: Path, nbytes: int, span: Span) -> MappedPool | None:
+        """Returns the mapping of this range, if it is of the file that is at ``path`` now."""
         with self._lock:
             mapping, busy = self._mapping, self._busy
-        if mapping is None or busy or (mapping.path, mapping.nbytes) != (path, nbytes):
+        if mapping is None or busy:
+            return None
+        if (mapping.path, mapping.nbytes, mapping.span) != (path, nbytes, span):
             return None
         try:
             if file_identity(path) != mapping.pool.identity:
@@ -118,8 +130,11 @@ class HostPoolMapper:
             return None
         return MappedPool(mapping.pool, mapping.words)
 
-    def map(self, path: Path, nbytes: int, on_ready: Callable[[PoolReady], None]) -> None:
-        """Replaces the mapping by one of ``path``; the background thread calls ``on_ready`` once.
+    def map(
+        self, path: Path, nbytes: int, span: Span, on_ready: Callable[[PoolReady], None]
+    ) -> None:
+        """Replaces the mapping by one of the bytes ``span`` of ``path``; the background thread
+        calls ``on_ready`` once.
 
         Does nothing while another mapping is in progress: its ``on_ready`` comes first; nor once
         the driver hangs.
@@ -131,7 +146,7 @@ class HostPoolMapper:
             previous, self._mapping = self._mapping, None
         threading.Thread(
             target=self._run,
-            args=(previous, path, nbytes, on_ready),
+            args=(previous, PoolReady(path, nbytes, span), on_ready),
             name="kvtier-pool",
             daemon=True,
         ).start()
@@ -167,10 +182,10 @@ class HostPoolMapper:
     def _run(
         self,
         previous: _Mapping | None,
-        path: Path,
-        nbytes: int,
+        wanted: PoolReady,
         on_ready: Callable[[PoolReady], None],
     ) -> None:
+        path, nbytes, (begin, end) = wanted.path, wanted.nbytes, wanted.span
         mapping: _Mapping | None = None
         problem = ""
         try:
@@ -179,13 +194,14 @@ class HostPoolMapper:
             words = open_generations(path.with_name(GENERATIONS_NAME), nbytes)
             started_at = time.monotonic()
             early, self._early = self._early, None
-            taken = early.take(path, nbytes) if early is not None else None
+            taken = early.take(path, nbytes, wanted.span) if early is not None else None
             if taken is None:
-                taken = self._register(open_pool(path, nbytes), lambda: self._closed)
+                taken = self._register(open_pool(path, end - begin, begin), lambda: self._closed)
             pool, registration = taken
-            mapping = _Mapping(pool, words, registration, path, nbytes)
+            mapping = _Mapping(pool, words, registration, path, nbytes, wanted.span)
             logger.info(
-                "KVTier: mapped the host pool of %d MB in %.2f s",
+                "KVTier: mapped %d of %d MB of the host pool in %.2f s",
+                (end - begin) // 1_000_000,
                 nbytes // 1_000_000,
                 time.monotonic() - started_at,
             )
@@ -201,4 +217,4 @@ class HostPoolMapper:
                 self._mapping = mapping
         if closed and mapping is not None:
             self._unregister(mapping.pool, mapping.registration)
-        on_ready(PoolReady(path, nbytes, problem))
+        on_ready(replace(wanted, problem=problem))

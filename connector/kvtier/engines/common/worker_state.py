@@ -15,7 +15,7 @@ from typing import Protocol
 from kvtier.engines.common.jobs import BlockRun, LoadJob, LoadResult
 from kvtier.store.generations import PAGE_SHIFT
 from kvtier.tierd.client import ClientOptions, TierdClient
-from kvtier.tierd.wire import Hello, Message, Ready
+from kvtier.tierd.wire import WHOLE_POOL, Hello, Message, Ready
 from kvtier.tiers.base import ALIGNMENT_BYTES
 from kvtier.transfer.engine import Copy, CopyEngine
 
@@ -233,6 +233,12 @@ class RankShards:
         self._shard_bytes = tuple(shard_bytes)
         self._offsets: tuple[int, ...] = ()
         self._writes: tuple[bool, ...] = ()
+        self._span = WHOLE_POOL
+
+    def span(self, pool_bytes: int) -> tuple[int, int]:
+        """Begin and end of the bytes of the pool that hold this rank's shards of all slots, if the
+        ranges are known."""
+        return (0, pool_bytes) if self._span == WHOLE_POOL else self._span
 
     @property
     def known(self) -> bool:
@@ -248,8 +254,11 @@ class RankShards:
                 f"{len(ready.shards)} shards in slots of {list(ready.slot_bytes)} bytes: must be "
                 f"one of each for {len(sizes)} groups"
             )
-        for group, (offset, size, _) in enumerate(ready.shards):
-            slot_bytes = ready.slot_bytes[group]
+        begin, end = ready.span
+        if begin < 0 or end < begin or begin % ALIGNMENT_BYTES or end % ALIGNMENT_BYTES:
+            return f"bytes {begin} to {end} of the pool: must be a range of whole pages"
+        for group, (start, size, _) in enumerate(ready.shards):
+            slot_bytes, offset = ready.slot_bytes[group], start - begin
             if size != sizes[group] or offset % ALIGNMENT_BYTES:
                 return (
                     f"group {group}: {size} bytes at offset {offset} of a slot: must be "
@@ -260,16 +269,19 @@ class RankShards:
                     f"group {group}: {size} bytes at offset {offset}: must be within a slot of "
                     f"{slot_bytes} bytes"
                 )
-        self._offsets = tuple(offset for offset, _, _ in ready.shards)
+        self._span = ready.span
+        self._offsets = tuple(offset - begin for offset, _, _ in ready.shards)
         self._writes = tuple(writes for _, _, writes in ready.shards)
         return ""
 
     def clear(self) -> None:
         """Forgets the ranges: they belong to one session."""
         self._offsets = self._writes = ()
+        self._span = WHOLE_POOL
 
     def offset(self, group: int) -> int:
-        """Returns where the shard of ``group`` starts in a slot; -1 if that is not known."""
+        """Returns where the shard of ``group`` starts, from the offset of a slot, in the mapping of
+        ``span``; -1 if that is not known."""
         return self._offsets[group] if 0 <= group < len(self._offsets) else -1
 
     def writes(self, group: int) -> bool:

@@ -26,6 +26,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvtier.engines.common.early_registration import Span
 from kvtier.engines.common.jobs import ArrivedKeys, LoadJob, StoreJob
 from kvtier.engines.common.rearming import CopyFailures, OpenCopies
 from kvtier.engines.common.worker_loads import WorkerLoads
@@ -97,6 +98,8 @@ class TransferThread:
         self._ended = threading.Event()
         self._drained = False
         self._welcome: Welcome | None = None
+        self._told: tuple[int, Span] = (0, (0, 0))
+        """Size of a pool, and the range of it that tierd has named."""
         self._suspended = False
         self._drained_epoch = 0
         self._thread = threading.Thread(target=self._run, name="kvtier-transfer", daemon=True)
@@ -404,6 +407,10 @@ class TransferThread:
 
     def _on_welcome(self, welcome: Welcome) -> None:
         self._welcome = welcome
+        self._use_pool(welcome)
+
+    def _use_pool(self, welcome: Welcome) -> None:
+        """Attaches this rank's range of the pool, or begins to map it."""
         if not self._attach_pool(welcome):
             if self._engine.pool is not None:
                 self._drain("lost")
@@ -413,27 +420,44 @@ class TransferThread:
             self._map_pool(welcome)
 
     def _on_ready(self, ready: Ready) -> None:
-        """The engine's namespace opened: tierd says where this rank's shards lie in a slot."""
+        """The engine's namespace opened: tierd says where this rank's shards lie."""
+        welcome = self._welcome
+        expected = None if welcome is None else self._span(welcome.pool_bytes)
         with self._copies:
             problem = self._context.shards.set(ready)
             self._update_epoch()
         if problem:
             self._counters.add("shards_refused")
             logger.warning("KVTier: serving without tiers: invalid slot layout: %s", problem)
+        elif welcome is not None and expected != self._span(welcome.pool_bytes):
+            self._use_pool(welcome)
 
     def _update_epoch(self) -> None:
         """Copies are possible once a pool is attached and the layout of its slots is known."""
         welcome = self._welcome
-        possible = self._engine.pool is not None and self._context.shards.known
-        possible = possible and not self._suspended
+        pool = self._engine.pool
+        possible = pool is not None and self._context.shards.known and not self._suspended
+        if welcome is not None and pool is not None:
+            # Offsets of shards are relative to this range.
+            possible = possible and pool.span == self._context.shards.span(welcome.pool_bytes)
         self._completions.epoch = welcome.epoch if welcome and possible else 0
 
     def _map_pool(self, welcome: Welcome) -> None:
-        self._mapper.map(Path(welcome.pool_path), welcome.pool_bytes, self.on_pool_ready)
+        path, nbytes = Path(welcome.pool_path), welcome.pool_bytes
+        self._mapper.map(path, nbytes, self._span(nbytes), self.on_pool_ready)
+
+    def _span(self, pool_bytes: int) -> Span:
+        """The range of the pool to map: what tierd names, or has named for a pool of this size, or
+        will probably name."""
+        if self._context.shards.known:
+            self._told = pool_bytes, self._context.shards.span(pool_bytes)
+        told_bytes, told = self._told
+        return told if told_bytes == pool_bytes else self._mapper.expected(pool_bytes)
 
     def _attach_pool(self, welcome: Welcome) -> bool:
         """Uses the mapped pool if it is the one of this tierd."""
-        mapped = self._mapper.get(Path(welcome.pool_path), welcome.pool_bytes)
+        path, nbytes = Path(welcome.pool_path), welcome.pool_bytes
+        mapped = self._mapper.get(path, nbytes, self._span(nbytes))
         if mapped is None:
             return False
         with self._copies:
@@ -452,9 +476,13 @@ class TransferThread:
         welcome = self._welcome
         if welcome is None or self._attach_pool(welcome):
             return
-        requested = (ready.path, ready.nbytes)
-        if not ready.problem or requested != (Path(welcome.pool_path), welcome.pool_bytes):
-            # It was requested for a previous tierd.
+        path, nbytes = Path(welcome.pool_path), welcome.pool_bytes
+        if not ready.problem or (ready.path, ready.nbytes, ready.span) != (
+            path,
+            nbytes,
+            self._span(nbytes),
+        ):
+            # It was requested for a previous tierd, or before tierd had named the range.
             self._map_pool(welcome)
 
     def _on_lost(self, reason: str) -> None:

@@ -9,13 +9,20 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from kvtier.config.loader import load_for_engine
-from kvtier.engines.common.early_registration import Device, EarlyRegistration, filled_end
+from kvtier.engines.common.early_registration import (
+    Device,
+    EarlyRegistration,
+    Span,
+    filled_end,
+)
 from kvtier.engines.vllm.early_start import ATTACHED_VARIABLE
+from kvtier.store.pool_layout import expected_span
 from kvtier.tierd.host_pool import on_tmpfs
 from kvtier.tierd.wire import POOL_NAME
 from kvtier.transfer.factory import pool_registration
@@ -37,12 +44,29 @@ def begin() -> None:
             Path(topology.structural.run_directory) / POOL_NAME,
             Device(ranges, register, unregister),
             _filled_end,
+            _expected_span(),
         )
         early.start()
     except Exception as error:  # noqa: BLE001 - an early registration is worth nothing but time
         logger.warning("KVTier: the host pool is not registered early: %s", error)
         return
     _started.append(early)
+
+
+def _expected_span() -> Callable[[int], Span] | None:
+    """The range of the pool that this rank will probably use. The groups of the KV cache are not
+    known yet: they may have one shard where latent attention is used, and one for each rank
+    otherwise."""
+    import vllm.config
+
+    current = getattr(vllm.config, "get_current_vllm_config_or_none", None)
+    config = None if current is None else current()
+    if config is None or getattr(config.model_config, "use_mla", False):
+        return None
+    ranks, rank = int(config.parallel_config.world_size), int(config.parallel_config.rank)
+    if not 0 <= rank < ranks:
+        return None
+    return lambda pool_bytes: expected_span(pool_bytes, (tuple(range(ranks)),), rank)
 
 
 def take() -> EarlyRegistration | None:

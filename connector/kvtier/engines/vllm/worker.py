@@ -43,6 +43,7 @@ from kvtier.engines.vllm.metadata import StepMetadata, WorkerReport
 from kvtier.errors import KVTierError
 from kvtier.planner import Planner
 from kvtier.processes import own_identity
+from kvtier.store.pool_layout import expected_span
 from kvtier.tierd.liveness import hold_peer_lock
 from kvtier.tierd.wire import PROTOCOL, Hello
 from kvtier.transfer.calibration import SCRATCH_BYTES, calibrate
@@ -192,6 +193,7 @@ class KVTierConnectorWorker:
                 lambda pool, cancelled: register_pool(pool, device, cancelled),
                 unregister_pool,
                 early_pool.take(),
+                self._expected_span,
             ),
         )
         self._open_jobs = self._thread.open_jobs
@@ -205,6 +207,9 @@ class KVTierConnectorWorker:
             engine.kind,
             ", ".join(str(size) for size in codec.shard_bytes),
         )
+
+    def _expected_span(self, pool_bytes: int) -> tuple[int, int]:
+        return expected_span(pool_bytes, self._planner.shard_writers, self._rank)
 
     def _build_codec(self, kv_caches: Mapping[str, object]) -> tuple[Codec, torch.device]:
         config, chunk = self._kv_cache_config, self._chunk_tokens

@@ -48,8 +48,9 @@ from kvtier.errors import (
     TierUnverifiableError,
 )
 from kvtier.tenants import NO_TENANT
-from kvtier.tiers.base import ObjectFacts, ObjectMeta, ObjectRef, aligned
+from kvtier.tiers.base import ObjectFacts, ObjectMeta, ObjectRef, Payload
 from kvtier.tiers.checksum import DIGEST_BYTES, Blake3, Checksum, Xxh3, by_kind
+from kvtier.tiers.pieces import shards_of
 
 HEADER_BYTES = 4096
 MAGIC = b"KVTIEROB"
@@ -311,27 +312,24 @@ def read_shards(header: memoryview, fixed: FixedHeader) -> ObjectMeta:
     return meta
 
 
-def verify_payload(payload: memoryview, meta: ObjectMeta) -> None:
+def verify_payload(payload: Payload, meta: ObjectMeta) -> None:
     """Raises ``TierCorruptError`` unless every shard matches its checksum and padding is zero."""
     checksum = by_kind(meta.checksum_kind)
     if checksum is None:
         raise TierUnverifiableError(
             f"checksum {meta.checksum_kind} is not available in this process"
         )
-    start = 0
-    for number, (size, digest) in enumerate(zip(meta.shard_bytes, meta.checksums, strict=True)):
-        end = start + size
-        if checksum.digest(payload[start:end]) != digest:
+    shards = zip(shards_of(payload, meta.shard_bytes), meta.shard_bytes, strict=True)
+    for number, (shard, size) in enumerate(shards):
+        if checksum.digest(shard[:size]) != meta.checksums[number]:
             raise TierCorruptError(f"checksum mismatch in shard {number}")
-        start += aligned(size)
-        if start != end and start - end != payload[end:start].tobytes().count(0):
+        padding = shard.nbytes - size
+        if padding and padding != shard[size:].tobytes().count(0):
             raise TierCorruptError(f"the padding after shard {number} is not zero")
 
 
-def clear_padding(payload: memoryview, meta: ObjectMeta) -> None:
-    """Zeroes the padding between shards."""
-    start = 0
-    for size in meta.shard_bytes:
-        end, start = start + size, start + aligned(size)
-        if end != start:
-            payload[end:start] = bytes(start - end)
+def clear_padding(payload: Payload, meta: ObjectMeta) -> None:
+    """Zeroes the padding after each shard."""
+    for shard, size in zip(shards_of(payload, meta.shard_bytes), meta.shard_bytes, strict=True):
+        if shard.nbytes != size:
+            shard[size:] = bytes(shard.nbytes - size)

@@ -24,8 +24,9 @@ from kvtier.errors import (
     TierNoSpaceError,
     TierUnavailableError,
 )
-from kvtier.tiers.base import ALIGNMENT_BYTES
+from kvtier.tiers.base import ALIGNMENT_BYTES, Payload
 from kvtier.tiers.filesystem.layout import Modes
+from kvtier.tiers.pieces import views_of
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
@@ -45,8 +46,12 @@ def tier_error(error: OSError, what: str) -> TierError:
     return TierUnavailableError(text)
 
 
-def is_aligned(buffer: memoryview) -> bool:
+def is_aligned(payload: Payload) -> bool:
     """Whether direct I/O can use this memory."""
+    return all(map(_is_aligned, views_of(payload)))
+
+
+def _is_aligned(buffer: memoryview) -> bool:
     if buffer.nbytes % ALIGNMENT_BYTES:
         return False
     if not buffer.nbytes:
@@ -93,8 +98,8 @@ def direct_io_supported(directory: Path) -> bool:
         page.close()
 
 
-def read_file(path: str, header: memoryview, payload: memoryview, direct: bool) -> float:
-    """Fills both buffers from a file of exactly that length. Returns its modification time.
+def read_file(path: str, header: memoryview, payload: Payload, direct: bool) -> float:
+    """Fills both from a file of exactly that length. Returns its modification time.
 
     Raises ``OSError`` or ``TierCorruptError``.
     """
@@ -108,7 +113,7 @@ def read_file(path: str, header: memoryview, payload: memoryview, direct: bool) 
     return _read_file(path, header, payload, direct)
 
 
-def _read_file(path: str, header: memoryview, payload: memoryview, direct: bool) -> float:
+def _read_file(path: str, header: memoryview, payload: Payload, direct: bool) -> float:
     # O_NONBLOCK: opening a pipe, which others can create in a shared directory, would block.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     flags |= _O_DIRECT if direct and is_aligned(payload) else 0
@@ -120,7 +125,7 @@ def _read_file(path: str, header: memoryview, payload: memoryview, direct: bool)
             raise TierCorruptError(f"{path} is not a regular file")
         if found.st_size != expected:
             raise TierCorruptError(f"{path} has {found.st_size} bytes, expected {expected}")
-        _transfer(descriptor, [header, payload], os.preadv)
+        _transfer(descriptor, [header, *views_of(payload)], os.preadv)
         return found.st_mtime
     finally:
         os.close(descriptor)
@@ -152,16 +157,16 @@ def write_at(descriptor: int, buffers: list[memoryview], position: int) -> None:
 def write_file(
     path: str,
     header: memoryview,
-    payload: memoryview,
+    payload: Payload,
     *,
     modes: Modes,
     direct: bool,
     sync: bool,
 ) -> None:
-    """Creates a file from both buffers. Raises ``OSError``; the caller removes a partial file."""
+    """Creates a file from both. Raises ``OSError``; the caller removes a partial file."""
     direct = direct and is_aligned(payload)
     with new_file(path, modes=modes, direct=direct, sync=sync) as descriptor:
-        write_at(descriptor, [header, payload], 0)
+        write_at(descriptor, [header, *views_of(payload)], 0)
 
 
 def read_start(path: str, size_bytes: int) -> bytes:

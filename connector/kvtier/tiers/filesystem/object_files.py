@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 
 from kvtier.errors import TierCorruptError, TierForeignError
-from kvtier.tiers.base import ObjectMeta, ObjectRef
+from kvtier.tiers.base import ObjectMeta, ObjectRef, Payload
 from kvtier.tiers.checksum import preferred
 from kvtier.tiers.filesystem import io
 from kvtier.tiers.filesystem.format import HEADER_BYTES, clear_padding, is_foreign, write_header
@@ -26,6 +26,7 @@ from kvtier.tiers.filesystem.seal import (
     write_tagged,
 )
 from kvtier.tiers.isolation_keys import IsolationKey, KeySet
+from kvtier.tiers.pieces import chunks_of
 
 CHECK_BYTES = 4096
 
@@ -65,7 +66,7 @@ class ObjectFiles:
                 return False
         return True
 
-    def read(self, path: str, ref: ObjectRef, into: memoryview) -> tuple[ObjectMeta, float]:
+    def read(self, path: str, ref: ObjectRef, into: Payload) -> tuple[ObjectMeta, float]:
         """Reads an object of exactly the size of ``into``, verifies it and decrypts it in place.
         Returns it with the modification time of the file.
 
@@ -82,7 +83,7 @@ class ObjectFiles:
             raise
 
     def writer(
-        self, ref: ObjectRef, payload: memoryview, meta: ObjectMeta, sync: bool
+        self, ref: ObjectRef, payload: Payload, meta: ObjectMeta, sync: bool
     ) -> Callable[[str], None]:
         """A function that writes the object to a path, which it creates. It raises ``OSError``, and
         must be called on this thread, before another call.
@@ -91,7 +92,7 @@ class ObjectFiles:
         """
         header, keys = self._header(), self.keys()
         write_header(header, ref, meta)
-        if payload.readonly:
+        if isinstance(payload, memoryview) and payload.readonly:
             payload = memoryview(bytearray(payload))
         clear_padding(payload, meta)
 
@@ -109,7 +110,7 @@ class ObjectFiles:
         self,
         path: str,
         ref: ObjectRef,
-        payload: memoryview,
+        payload: Payload,
         meta: ObjectMeta,
         key: IsolationKey,
         sync: bool,
@@ -119,11 +120,12 @@ class ObjectFiles:
         header, scratch = self._header(), self._scratch()
         encryptor = Encryptor(header, ref, meta, key)
         with io.new_file(path, modes=self._modes, direct=self.direct, sync=sync) as descriptor:
-            for start in range(0, payload.nbytes, PIECE_BYTES):
-                plain = payload[start : start + PIECE_BYTES]
+            position = HEADER_BYTES
+            for plain in chunks_of(payload, PIECE_BYTES):
                 piece = scratch[: plain.nbytes]
                 encryptor.piece(plain, piece)
-                io.write_at(descriptor, [piece], HEADER_BYTES + start)
+                io.write_at(descriptor, [piece], position)
+                position += piece.nbytes
             encryptor.finish()
             io.write_at(descriptor, [header], 0)
 

@@ -37,7 +37,7 @@ from typing import Any
 
 from kvtier.errors import KVTierError, TierUntrustedError
 from kvtier.hashing import keyed_digest
-from kvtier.tiers.base import ObjectMeta, ObjectRef
+from kvtier.tiers.base import ObjectMeta, ObjectRef, Payload
 from kvtier.tiers.checksum import by_kind
 from kvtier.tiers.filesystem.format import (
     DIGEST_AT,
@@ -52,6 +52,7 @@ from kvtier.tiers.filesystem.format import (
     write_header,
 )
 from kvtier.tiers.isolation_keys import IsolationKey, KeySet
+from kvtier.tiers.pieces import chunks_of, views_of
 
 PIECE_BYTES = 2 << 20
 """Encryption works in pieces of this size: large enough that the interpreter lock, which is
@@ -106,7 +107,7 @@ def _without_tag(header: memoryview) -> bytes:
 
 
 def write_tagged(
-    header: memoryview, payload: memoryview, ref: ObjectRef, meta: ObjectMeta, key: IsolationKey
+    header: memoryview, payload: Payload, ref: ObjectRef, meta: ObjectMeta, key: IsolationKey
 ) -> None:
     """Fills ``header`` with that of a tagged object. ``payload``: with padding cleared.
 
@@ -114,7 +115,7 @@ def write_tagged(
     """
     write_header(header, ref, meta)
     set_seal(header, False, SealFields(key_id=key.id))
-    tag = keyed_digest(key.tag_key, header[:DIGEST_AT], payload)
+    tag = keyed_digest(key.tag_key, header[:DIGEST_AT], *views_of(payload))
     set_seal(header, False, SealFields(tag, key.id))
     _finish(header, meta)
 
@@ -163,7 +164,7 @@ class Encryptor:
 
 
 def open_object(
-    header: memoryview, payload: memoryview, ref: ObjectRef, keys: KeySet | None
+    header: memoryview, payload: Payload, ref: ObjectRef, keys: KeySet | None
 ) -> ObjectMeta:
     """Verifies an object that was read whole, and decrypts it in place. ``keys``: None if the tier
     requires no tag; then a tag is not checked.
@@ -191,16 +192,16 @@ def _key_of(fixed: FixedHeader, keys: KeySet) -> IsolationKey:
     return key
 
 
-def _check_tag(header: memoryview, payload: memoryview, fixed: FixedHeader, keys: KeySet) -> None:
+def _check_tag(header: memoryview, payload: Payload, fixed: FixedHeader, keys: KeySet) -> None:
     key = _key_of(fixed, keys)
-    tag = keyed_digest(key.tag_key, _without_tag(header), payload)
+    tag = keyed_digest(key.tag_key, _without_tag(header), *views_of(payload))
     if not compare_digest(tag, fixed.seal.tag):
         raise TierUntrustedError("wrong_tag", f"the tag is not one of key {key.id!r}")
 
 
 def _decrypt(
     header: memoryview,
-    payload: memoryview,
+    payload: Payload,
     ref: ObjectRef,
     fixed: FixedHeader,
     keys: KeySet | None,
@@ -217,8 +218,7 @@ def _decrypt(
     cipher = _cipher(_object_key(key, ref, seal.salt), seal.nonce, seal.tag[:_TAG_BYTES])
     cipher.authenticate_additional_data(_without_tag(header)[:SHARDS_AT])
     cipher.update_into(header[SHARDS_AT:DIGEST_AT], header[SHARDS_AT:DIGEST_AT])
-    for start in range(0, payload.nbytes, PIECE_BYTES):
-        piece = payload[start : start + PIECE_BYTES]
+    for piece in chunks_of(payload, PIECE_BYTES):
         cipher.update_into(piece, piece)
     try:
         cipher.finalize()

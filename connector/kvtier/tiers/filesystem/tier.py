@@ -43,6 +43,7 @@ from kvtier.tiers.base import (
     ObjectMeta,
     ObjectRef,
     OnChange,
+    Payload,
     Tier,
     TierCapabilities,
     TierLimits,
@@ -106,6 +107,7 @@ class FileSystemTier(Tier):
             indexed=True,
             expires=True,
             tenants=True,
+            scattered=True,
         )
         self.report = ScanReport()
         self._probe_direct_again = False
@@ -285,7 +287,7 @@ class FileSystemTier(Tier):
             self._on_change(ref.namespace, ref.key, True)
         return ref not in self._unusable
 
-    def read(self, ref: ObjectRef, into: memoryview) -> ObjectMeta:
+    def read(self, ref: ObjectRef, into: Payload) -> ObjectMeta:
         """Reads and verifies the object; see the base class."""
         path, generation = self._path(ref), self._unusable.generation
         try:
@@ -315,7 +317,7 @@ class FileSystemTier(Tier):
             return meta
         return replace(meta, previous=previous)
 
-    def _read_file(self, path: str, ref: ObjectRef, into: memoryview) -> tuple[ObjectMeta, float]:
+    def _read_file(self, path: str, ref: ObjectRef, into: Payload) -> tuple[ObjectMeta, float]:
         try:
             return self._files.read(path, ref, into)
         except OSError as error:
@@ -338,7 +340,7 @@ class FileSystemTier(Tier):
 
     # Writing.
 
-    def write(self, ref: ObjectRef, payload: memoryview, meta: ObjectMeta) -> None:
+    def write(self, ref: ObjectRef, payload: Payload, meta: ObjectMeta) -> None:
         """Writes under a temporary name and renames; see the base class."""
         replaces = self._unusable.replaceable(ref)
         if replaces is False:

@@ -38,6 +38,7 @@ from kvtier.tiers.base import (
     ObjectMeta,
     ObjectRef,
     OnChange,
+    Payload,
     Tier,
     TierCapabilities,
     TierLimits,
@@ -64,6 +65,7 @@ from kvtier.tiers.lmcache.wire import (
     LaneRequest,
     OpenRequest,
 )
+from kvtier.tiers.pieces import gather, scatter
 
 WRITE_SECONDS = 30.0
 CHECK_SECONDS = 5.0
@@ -106,7 +108,9 @@ class LMCacheTier(Tier):
     ) -> None:
         require_lmcache()
         self.name = document.name
-        self.capabilities = TierCapabilities(persistent=True, shared=True, indexed=True)
+        self.capabilities = TierCapabilities(
+            persistent=True, shared=True, indexed=True, scattered=True
+        )
         self.child = ChildProcess() if child is None else child
         self.scheme = document.url.partition(":")[0]
         self._target = OpenRequest(document.url, document.credentials_directory)
@@ -213,7 +217,7 @@ class LMCacheTier(Tier):
             self._publish(ref, HEADER_BYTES)
         return True
 
-    def read(self, ref: ObjectRef, into: memoryview) -> ObjectMeta:
+    def read(self, ref: ObjectRef, into: Payload) -> ObjectMeta:
         """Reads and verifies the object; see the base class. Ends within the load timeout and a
         grace period."""
         seconds = self._limits.load_timeout_seconds
@@ -234,7 +238,7 @@ class LMCacheTier(Tier):
         previous = self._index.previous(ref.namespace, ref.key)
         return replace(meta, previous=previous) if previous else meta
 
-    def _read(self, ref: ObjectRef, into: memoryview, seconds: float) -> ObjectMeta:
+    def _read(self, ref: ObjectRef, into: Payload, seconds: float) -> ObjectMeta:
         size = HEADER_BYTES + into.nbytes
         with self.child.lane("read", seconds) as lane:
             segment = lane.view(size)
@@ -247,13 +251,13 @@ class LMCacheTier(Tier):
                     f"object of {reply.size_bytes} bytes, expected {size}: {reply.text}"
                 )
             header = memoryview(bytearray(segment[:HEADER_BYTES]))
-            into[:] = segment[HEADER_BYTES:size]
+            scatter(segment[HEADER_BYTES:size], into)
         # Verified where the engine reads it: the segment is the child's memory too.
         meta = read_header(header, ref, into.nbytes)
         verify_payload(into, meta)
         return meta
 
-    def write(self, ref: ObjectRef, payload: memoryview, meta: ObjectMeta) -> None:
+    def write(self, ref: ObjectRef, payload: Payload, meta: ObjectMeta) -> None:
         """Writes header and payload as one value; see the base class."""
         if self.contains(ref):
             self.touch(ref, meta.previous)
@@ -282,7 +286,7 @@ class LMCacheTier(Tier):
                 self._stock.added(ref)
         self._backoff.succeeded()
 
-    def _write(self, ref: ObjectRef, payload: memoryview, meta: ObjectMeta) -> None:
+    def _write(self, ref: ObjectRef, payload: Payload, meta: ObjectMeta) -> None:
         size = HEADER_BYTES + payload.nbytes
         with self.child.lane("write", WRITE_SECONDS) as lane:
             segment = lane.view(size)
@@ -290,7 +294,7 @@ class LMCacheTier(Tier):
                 write_header(segment[:HEADER_BYTES], ref, meta)
             except ValueError as error:
                 raise TierUnavailableError(f"{self.name}: {error}") from error
-            segment[HEADER_BYTES:] = payload
+            gather(payload, segment[HEADER_BYTES:])
             clear_padding(segment[HEADER_BYTES:], meta)
             request = _request("put", ref, WRITE_SECONDS, size, lane.segment_bytes)
             reply = self._checked(self.child.call(lane, request))
