@@ -51,10 +51,10 @@ NONE = 0
 KINDS = 3
 """Lists of a group: used once, used often, retained. Their heads have numbers in this order."""
 _ONCE, _OFTEN_USED, _RETAINED_KIND = range(KINDS)
-_PRESENT, _PARKED, _OFTEN, _ORPHAN, _RETAINED, _AWAITED = 1, 2, 4, 8, 16, 32
+_PRESENT, _PARKED, _OFTEN, _ORPHAN, _RETAINED, _AWAITED, _USED_ALONE = 1, 2, 4, 8, 16, 32, 64
 _KIND_OF = bytes(
     _RETAINED_KIND if flags & _RETAINED else _OFTEN_USED if flags & _OFTEN else _ONCE
-    for flags in range(64)
+    for flags in range(128)
 )
 RETAINED_SHARE = 2
 """Retained nodes go after all others while they are at most a half of what can be evicted: who asks
@@ -284,14 +284,18 @@ class PrefixOrder:
             self._awaited.offer(parent)
         return NONE
 
-    def use(self, node: int, *, often: bool = False) -> None:
-        """The chunk was used. With ``often`` it is among those used often from here on."""
+    def use(self, node: int, *, often: bool = False, alone: bool = False) -> None:
+        """The chunk was used. With ``often`` it is among those used often from here on. ``alone``:
+        the chunk before it is absent and cannot be had from elsewhere, so ``orphan`` has no effect
+        until the next use."""
         flags = self._flags[node]
         if not flags & _PRESENT:
             return
         if often and not flags & _OFTEN:
             self._make_often(node)
-        self._flags[node] &= ~_ORPHAN
+        self._flags[node] &= ~(_ORPHAN | _USED_ALONE)
+        if alone:
+            self._flags[node] |= _USED_ALONE
         self._now += 1
         self._used_at[node] = self._now
         if self._after[node] != node:
@@ -372,8 +376,9 @@ class PrefixOrder:
             self._blocked.pop(parent, None)
 
     def orphan(self, node: int) -> None:
-        """The chunk before this one is absent, and cannot be had from elsewhere."""
-        if self._flags[node] & (_PRESENT | _ORPHAN) != _PRESENT:
+        """The chunk before this one is absent, and cannot be had from elsewhere. No effect if the
+        last use of this one was without it."""
+        if self._flags[node] & (_PRESENT | _ORPHAN | _USED_ALONE) != _PRESENT:
             return
         self._flags[node] |= _ORPHAN
         self._used_at[node] = 0

@@ -74,9 +74,7 @@ class ArcPolicy(LruPolicy[ItemT, IdentityT]):
         """Notes a use of the object."""
         identity = self._identify(item)
         self._is_often[identity] = True
-        node = self._nodes.get(identity)
-        if node is not None:
-            self._tree.use(node, often=True)
+        super().hit(item)
 
     def leave(self, item: ItemT) -> None:
         """The object is being evicted."""

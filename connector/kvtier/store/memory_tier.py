@@ -113,8 +113,8 @@ class LruPolicy(Generic[ItemT, IdentityT]):
     ``identify`` returns the identity of an item, which is the same when the object is stored again.
     ``previous`` returns the identity of the object before it, None if there is none or it is not
     known. ``elsewhere`` tells whether that object can be had from another tier; if it cannot, and
-    is not resident, the object is evicted before others. ``tenant`` returns whom it belongs to,
-    empty if to no tenant.
+    is not resident, the object is evicted before others, unless it is used all the same.
+    ``tenant`` returns whom it belongs to, empty if to no tenant.
 
     While every leaf is in use or awaited, the victim is an awaited one, and while every leaf is in
     use, an object that only objects in use follow.
@@ -146,7 +146,7 @@ class LruPolicy(Generic[ItemT, IdentityT]):
         """Makes the object the most recently used one, parked or not."""
         node = self._nodes.get(self._identify(item))
         if node is not None:
-            self._tree.use(node, often=True)
+            self._tree.use(node, often=True, alone=self._has_lost(node))
 
     def follow(self, item: ItemT) -> None:
         """It has become known which object precedes this one."""
@@ -252,11 +252,16 @@ class LruPolicy(Generic[ItemT, IdentityT]):
 
     def _note_lost(self, node: int) -> None:
         """The object before this one may have been evicted while this one was in use."""
+        if self._has_lost(node):
+            self._tree.orphan(node)
+
+    def _has_lost(self, node: int) -> bool:
+        """Whether the object before this one is known, not resident, and in no other tier."""
         above = self._tree.predecessor(node)
-        if above and node in self._items and not self._tree.is_present(above):
-            previous = self._previous(self._items[node])
-            if previous is not None and not self._elsewhere(previous):
-                self._tree.orphan(node)
+        if not above or node not in self._items or self._tree.is_present(above):
+            return False
+        previous = self._previous(self._items[node])
+        return previous is not None and not self._elsewhere(previous)
 
     def _node(self, identity: IdentityT) -> int:
         node = self._nodes.get(identity)

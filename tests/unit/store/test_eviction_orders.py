@@ -30,6 +30,11 @@ def admit(policy: EvictionOrder[int], *items: int) -> None:
         policy.admit(item)
 
 
+def admitted(policy: EvictionOrder[int], *items: int) -> tuple[int, ...]:
+    admit(policy, *items)
+    return items
+
+
 def use(policy: EvictionOrder[int], *items: int) -> None:
     for item in items:
         policy.park(item)
@@ -116,6 +121,25 @@ class TestEveryPolicy:
         policy = make(before)
         admit(policy, 1, 2, 20, 0, 30)
         assert evict_all(policy) == [20, 2, 1, 0, 30]
+
+    def test_a_chunk_used_without_its_predecessor_is_as_recent_as_that_use(self, make) -> None:  # type: ignore[no-untyped-def]
+        policy = make(before)
+        admit(policy, 0, 1, 5)
+        policy.park(1)
+        policy.forget(0)
+        policy.hit(1)
+        policy.offer(1)
+        use(policy, 5, 1)
+        use(policy, *admitted(policy, 20))
+        assert evict_all(policy) == [5, 1, 20]
+
+    def test_a_chunk_whose_predecessor_went_after_its_last_use_is_evicted_first(self, make) -> None:  # type: ignore[no-untyped-def]
+        policy = make(before)
+        use(policy, *admitted(policy, 20, 0, 1))
+        policy.park(1)
+        policy.forget(0)
+        policy.offer(1)
+        assert evict_all(policy) == [1, 20]
 
     def test_without_a_free_end_the_last_that_only_objects_in_use_follow_goes(self, make) -> None:  # type: ignore[no-untyped-def]
         policy = make(before)
