@@ -18,9 +18,11 @@ from kvtier.store import counters as store_counters
 
 engine_counters.strict = store_counters.strict = True
 """A counter that is not registered fails the test that counts it."""
-settings.register_profile("kvtier", deadline=None)
+RANDOM_EXAMPLES = os.environ.get("KVTIER_RANDOM_EXAMPLES", "") == "1"
+settings.register_profile("kvtier", deadline=None, derandomize=not RANDOM_EXAMPLES)
 settings.load_profile("kvtier")
-"""No example fails because the machine is busy."""
+"""No example fails because the machine is busy, and each run has the same examples. With
+``KVTIER_RANDOM_EXAMPLES=1`` each run has others."""
 REPOSITORY = Path(__file__).resolve().parents[1]
 DEBIAN_PACKAGES = REPOSITORY / "tools" / "debian-packages.txt"
 ORDER = (
