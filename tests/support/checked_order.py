@@ -150,8 +150,9 @@ class CheckedOrder:
         assert found in free, "an object in use is evicted"
         assert urgent or found not in self._awaited, "an awaited object is evicted without need"
         if ends:
-            assert found in ends, "an object is evicted before one that follows it"
-            self._check_awaited(found, ends)
+            in_order = found in ends or self._closes_ring(found)
+            assert in_order, "an object is evicted before one that follows it"
+            self._check_awaited(found, [*ends, found])
             if found not in self._awaited:
                 self._check_recency(found, [each for each in ends if each not in self._awaited])
         else:
@@ -170,9 +171,12 @@ class CheckedOrder:
         ]
         followed = {(each.namespace, each.previous) for each in self._parked if each.previous}
         ends = [each for each in own if (each.namespace, each.key) not in followed]
-        assert (found in ends) if ends else found is None, "not an end of the tenant's own"
-        if found is not None:
-            self._check_awaited(found, ends)
+        if found is None:
+            assert not ends, "not an end of the tenant's own"
+        else:
+            in_order = found in ends or (found in own and self._closes_ring(found))
+            assert in_order, "not an end of the tenant's own"
+            self._check_awaited(found, [*ends, found])
         return found
 
     def count_of(self, tenant: bytes) -> tuple[int, int]:
@@ -208,6 +212,13 @@ class CheckedOrder:
             found.add(before)
             before = held.get((before.namespace, before.previous))
         return found
+
+    def _closes_ring(self, item: Entry) -> bool:
+        """Whether all that follows an object is before it as well. The order ignores the message
+        that closes such a ring, so that one of its objects is an end."""
+        name = (item.namespace, item.key)
+        following = {each for each in self._parked if (each.namespace, each.previous) == name}
+        return bool(following) and following <= self._before(item)
 
     def __len__(self) -> int:
         assert len(self._inner) == sum(not parked for parked in self._parked.values())
