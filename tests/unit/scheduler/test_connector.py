@@ -9,7 +9,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.unit.scheduler.scheduler_testbed import BLOCK, CHUNK, SchedulerTestbed, topology
+from tests.unit.scheduler.connector_configs import (
+    Blocks,
+    cache_config,
+    connector_config,
+    empty_step,
+    full_spec,
+    write_topology,
+)
+from tests.unit.scheduler.scheduler_testbed import BLOCK, CHUNK, SchedulerTestbed
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, supports_hma
 from vllm.v1.kv_cache_interface import (
@@ -24,7 +32,6 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from kvtier.config.models import Daemon
 from kvtier.engines.common.rearming import REARM_SECONDS
 from kvtier.engines.vllm import connector as connector_module
 from kvtier.engines.vllm.config import engine_name, group_of, planner_for
@@ -32,12 +39,6 @@ from kvtier.engines.vllm.connector import KVTierConnector
 from kvtier.engines.vllm.counters import WITHOUT_TIERS
 from kvtier.engines.vllm.metadata import StepMetadata
 from kvtier.planner import GroupKind, UnsupportedGeometryError
-
-
-def _full(block: int = BLOCK) -> FullAttentionSpec:
-    import torch
-
-    return FullAttentionSpec(block_size=block, num_kv_heads=1, head_size=32, dtype=torch.float32)
 
 
 def _sliding(block: int = BLOCK) -> SlidingWindowSpec:
@@ -48,66 +49,24 @@ def _sliding(block: int = BLOCK) -> SlidingWindowSpec:
     )
 
 
-def _caches(*specs: Any) -> KVCacheConfig:
-    groups = [KVCacheGroupSpec([f"layer{number}"], spec) for number, spec in enumerate(specs)]
-    caches = KVCacheConfig(num_blocks=64, kv_cache_tensors=[], kv_cache_groups=groups)
-    if hasattr(caches, "hash_block_size"):
-        caches.hash_block_size = BLOCK
-    return caches
-
-
-def _config(directory: Path, policy: str = "recompute", **parallel: Any) -> Any:
-    return SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(
-            engine_id="e",
-            is_kv_producer=True,
-            kv_load_failure_policy=policy,
-            kv_connector_extra_config={"topology": str(directory)},
-        ),
-        model_config=SimpleNamespace(use_mla=False),
-        cache_config=SimpleNamespace(block_size=BLOCK),
-        parallel_config=SimpleNamespace(
-            **{
-                "world_size": 1,
-                "rank": 0,
-                "data_parallel_index": 2,
-                "decode_context_parallel_size": 1,
-                "prefill_context_parallel_size": 1,
-                **parallel,
-            }
-        ),
-    )
-
-
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    structural = topology().structural.model_copy(
-        update={"run_directory": str(tmp_path / "run"), "daemon": Daemon.SIDECAR}
-    )
-    (tmp_path / "structural.json").write_text(structural.model_dump_json(by_alias=True))
+    write_topology(tmp_path)
     return tmp_path
 
 
 @pytest.fixture
 def connector(directory: Path) -> Iterator[KVTierConnector]:
     """A scheduler-role connector over a testbed's scheduler side."""
-    made = KVTierConnector(_config(directory), KVConnectorRole.SCHEDULER, _caches(_full()))
+    made = KVTierConnector(
+        connector_config(directory), KVConnectorRole.SCHEDULER, cache_config(full_spec())
+    )
     assert made._guard.off_reason == ""
     scheduler = made._scheduler
     assert scheduler is not None
     yield made
     made.shutdown()
     scheduler.shutdown()  # tests replace it
-
-
-class _Blocks:
-    """KVCacheBlocks."""
-
-    def __init__(self, table: list[int]) -> None:
-        self.table = table
-
-    def get_block_ids(self) -> tuple[list[int], ...]:
-        return (self.table,)
 
 
 def _attached(connector: KVTierConnector) -> SchedulerTestbed:
@@ -138,10 +97,10 @@ def test_unsupported_models_turn_kvtier_off_with_their_geometry(
     import torch
 
     other = CrossAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32)
-    made = KVTierConnector(_config(directory), role, _caches(_sliding(), other))
+    made = KVTierConnector(connector_config(directory), role, cache_config(_sliding(), other))
     assert _newly_off(made) == 1
     assert _newly_off(made) == 0, "reported once"
-    made = KVTierConnector(_config(directory), role, _caches(_sliding(), other))
+    made = KVTierConnector(connector_config(directory), role, cache_config(_sliding(), other))
     assert "group 1: other (CrossAttentionSpec) with blocks of 32 tokens" in caplog.text
     assert "window 128" in caplog.text
     assert made.get_num_new_matched_tokens(SimpleNamespace(), 0) == (0, False)
@@ -152,12 +111,12 @@ def test_unsupported_models_turn_kvtier_off_with_their_geometry(
 def test_invalid_configuration_turns_kvtier_off(
     tmp_path: Path, directory: Path, change: str
 ) -> None:
-    config = _config(directory, policy="fail" if change == "policy" else "recompute")
+    config = connector_config(directory, policy="fail" if change == "policy" else "recompute")
     if change == "directory":
         config.kv_transfer_config.kv_connector_extra_config = {"topology": str(tmp_path / "absent")}
     if change == "topology":
         (directory / "structural.json").write_text("{")
-    made = KVTierConnector(config, KVConnectorRole.SCHEDULER, _caches(_full()))
+    made = KVTierConnector(config, KVConnectorRole.SCHEDULER, cache_config(full_spec()))
     assert made._guard.off_reason
 
 
@@ -168,17 +127,19 @@ def test_unexpected_errors_in_the_constructor_turn_kvtier_off(
         raise ZeroDivisionError
 
     monkeypatch.setattr(connector_module, "planner_for", broken)
-    made = KVTierConnector(_config(directory), KVConnectorRole.SCHEDULER, _caches(_full()))
+    made = KVTierConnector(
+        connector_config(directory), KVConnectorRole.SCHEDULER, cache_config(full_spec())
+    )
     assert "ZeroDivisionError" in made._guard.off_reason
     made.shutdown()
 
 
 def test_a_connector_that_is_off_still_serves_every_hook(tmp_path: Path) -> None:
     made = KVTierConnector(
-        _config(tmp_path / "absent"), KVConnectorRole.SCHEDULER, _caches(_full())
+        connector_config(tmp_path / "absent"), KVConnectorRole.SCHEDULER, cache_config(full_spec())
     )
     made.bind_gpu_block_pool(SimpleNamespace())  # type: ignore[arg-type]
-    made.update_state_after_alloc(SimpleNamespace(), _Blocks([]), 0)  # type: ignore[arg-type]
+    made.update_state_after_alloc(SimpleNamespace(), Blocks([]), 0)  # type: ignore[arg-type]
     step = made.build_connector_meta(SimpleNamespace())  # type: ignore[arg-type]
     assert isinstance(step, StepMetadata)
     assert step.step == 1
@@ -186,7 +147,9 @@ def test_a_connector_that_is_off_still_serves_every_hook(tmp_path: Path) -> None
     assert made.request_finished_all_groups(SimpleNamespace(), ([],)) == (False, None)  # type: ignore[arg-type]
     assert made.has_pending_push_work() is False
     assert made.reset_cache() is True
-    worker = KVTierConnector(_config(tmp_path / "absent"), KVConnectorRole.WORKER, _caches(_full()))
+    worker = KVTierConnector(
+        connector_config(tmp_path / "absent"), KVConnectorRole.WORKER, cache_config(full_spec())
+    )
     worker.register_kv_caches({})
     worker.bind_connector_metadata(step)
     worker.start_load_kv(None)
@@ -229,7 +192,7 @@ def test_after_an_unexpected_exception_kvtier_rearms_with_back_off_a_few_times_a
 
     def step_and_ask(request_id: str) -> int | None:
         if not connector._guard.off_reason or now >= connector._guard.rearm_at:
-            testbed.built = connector.build_connector_meta(_empty_step())  # type: ignore[arg-type, assignment]
+            testbed.built = connector.build_connector_meta(empty_step())  # type: ignore[arg-type, assignment]
         request = testbed.requests.get(request_id) or testbed.request(300, request_id)
         return connector.get_num_new_matched_tokens(request, 0)[0]  # type: ignore[arg-type]
 
@@ -265,14 +228,6 @@ def _newly_off(connector: KVTierConnector) -> int:
     return sum(changes.values())
 
 
-def _empty_step() -> SimpleNamespace:
-    return SimpleNamespace(
-        num_scheduled_tokens={},
-        preempted_req_ids=(),
-        kv_connector_block_state=SimpleNamespace(get_block_ids=lambda request_id: None),
-    )
-
-
 def test_a_load_that_fails_to_start_is_still_reported(
     connector: KVTierConnector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,7 +237,7 @@ def test_a_load_that_fails_to_start_is_still_reported(
     connector.get_num_new_matched_tokens(request, 0)  # type: ignore[arg-type]
     _break(testbed, monkeypatch, "update_state_after_alloc")
     table = testbed.allocate(request, 256)
-    connector.update_state_after_alloc(request, _Blocks(table), 256)  # type: ignore[arg-type]
+    connector.update_state_after_alloc(request, Blocks(table), 256)  # type: ignore[arg-type]
     step = connector.build_connector_meta(SimpleNamespace())  # type: ignore[arg-type]
     assert isinstance(step, StepMetadata)
     assert [(job.request_id, list(job.runs[0].blocks)) for job in step.loads] == [("r", table)]
@@ -373,15 +328,17 @@ def test_hits_are_attributed_to_host_and_disk(connector: KVTierConnector) -> Non
 def test_engine_names_distinguish_data_parallel_ranks(
     directory: Path,
 ) -> None:
-    assert engine_name(_config(directory)) == "e/dp2"
-    assert engine_name(_config(directory, data_parallel_index=0)) == "e/dp0"
+    assert engine_name(connector_config(directory)) == "e/dp2"
+    assert engine_name(connector_config(directory, data_parallel_index=0)) == "e/dp0"
 
 
 def test_uniform_types_are_unwrapped_and_mixed_types_rejected() -> None:
-    uniform = UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs={"a": _full(), "b": _full()})
+    uniform = UniformTypeKVCacheSpecs(
+        block_size=BLOCK, kv_cache_specs={"a": full_spec(), "b": full_spec()}
+    )
     assert group_of(KVCacheGroupSpec(["a", "b"], uniform)).kind is GroupKind.FULL
     mixed = UniformTypeKVCacheSpecs(
-        block_size=BLOCK, kv_cache_specs={"a": _full(), "b": _sliding()}
+        block_size=BLOCK, kv_cache_specs={"a": full_spec(), "b": _sliding()}
     )
     assert group_of(KVCacheGroupSpec(["a", "b"], mixed)).kind is GroupKind.OTHER
 
@@ -433,11 +390,11 @@ def test_subclasses_of_supported_specs_are_not_supported() -> None:
 
 
 def test_context_parallelism_is_rejected(directory: Path) -> None:
-    config = _config(directory, decode_context_parallel_size=2)
+    config = connector_config(directory, decode_context_parallel_size=2)
     with pytest.raises(
         UnsupportedGeometryError, match="decode_context_parallel_size: Invalid value: 2"
     ):
-        planner_for(config, _caches(_full()), CHUNK)
+        planner_for(config, cache_config(full_spec()), CHUNK)
 
 
 def _turned_off(config: Any, role: KVConnectorRole, caches: KVCacheConfig) -> str:
@@ -453,10 +410,10 @@ def _turned_off(config: Any, role: KVConnectorRole, caches: KVCacheConfig) -> st
 def test_without_prefix_caching_in_vllm_kvtier_is_off(
     directory: Path, role: KVConnectorRole, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = _config(directory)
+    config = connector_config(directory)
     config.cache_config.enable_prefix_caching = False
     assert "enable_prefix_caching: Invalid value: false" in _turned_off(
-        config, role, _caches(_full())
+        config, role, cache_config(full_spec())
     )
     assert "enable_prefix_caching" in caplog.text
 
@@ -467,17 +424,17 @@ def test_non_causal_attention_turns_kvtier_off(
     directory: Path, role: KVConnectorRole, uniform: bool
 ) -> None:
     """Also in a worker, whose configuration still says that prefix caching is on."""
-    spec: Any = dataclasses.replace(_full(), non_causal=True)
+    spec: Any = dataclasses.replace(full_spec(), non_causal=True)
     if uniform:
         spec = UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs={"a": spec})
-    assert "non-causal" in _turned_off(_config(directory), role, _caches(spec))
+    assert "non-causal" in _turned_off(connector_config(directory), role, cache_config(spec))
 
 
 @pytest.mark.parametrize("role", list(KVConnectorRole))
 def test_an_engine_over_several_nodes_is_refused_with_the_numbers(
     directory: Path, role: KVConnectorRole, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = _config(
+    config = connector_config(
         directory,
         world_size=16,
         nnodes=4,
@@ -485,14 +442,14 @@ def test_an_engine_over_several_nodes_is_refused_with_the_numbers(
         tensor_parallel_size=8,
         pipeline_parallel_size=2,
     )
-    reason = _turned_off(config, role, _caches(_full()))
+    reason = _turned_off(config, role, cache_config(full_spec()))
     assert reason.startswith("nnodes: Invalid value: 2: an engine's 16 ranks")
     assert "2 nodes with 8 ranks each" in caplog.text
 
 
 def test_data_parallel_engines_may_run_on_several_nodes(directory: Path) -> None:
-    config = _config(directory, nnodes=2, nnodes_within_dp=1)
-    assert planner_for(config, _caches(_full()), CHUNK).ranks == 1
+    config = connector_config(directory, nnodes=2, nnodes_within_dp=1)
+    assert planner_for(config, cache_config(full_spec()), CHUNK).ranks == 1
 
 
 def _latent(heads: int = 1) -> MLAAttentionSpec:
@@ -505,22 +462,24 @@ def _latent(heads: int = 1) -> MLAAttentionSpec:
 
 @pytest.mark.parametrize("uniform", [False, True], ids=["plain", "uniform"])
 def test_with_mla_the_first_rank_of_each_stage_writes(directory: Path, uniform: bool) -> None:
-    config = _config(directory, world_size=4, tensor_parallel_size=2, pipeline_parallel_size=2)
+    config = connector_config(
+        directory, world_size=4, tensor_parallel_size=2, pipeline_parallel_size=2
+    )
     config.model_config.use_mla = True
     spec: Any = _latent()
     if uniform:
         spec = UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs={"a": spec, "b": spec})
-    assert planner_for(config, _caches(spec), CHUNK).shard_writers == ((0, 0, 2, 2),)
+    assert planner_for(config, cache_config(spec), CHUNK).shard_writers == ((0, 0, 2, 2),)
 
 
-@pytest.mark.parametrize("spec", [_full(), _latent(heads=2)], ids=["full", "two heads"])
+@pytest.mark.parametrize("spec", [full_spec(), _latent(heads=2)], ids=["full", "two heads"])
 def test_every_rank_writes_heads_that_are_split(directory: Path, spec: Any) -> None:
-    config = _config(directory, world_size=2, tensor_parallel_size=2)
+    config = connector_config(directory, world_size=2, tensor_parallel_size=2)
     config.model_config.use_mla = True
-    assert planner_for(config, _caches(spec), CHUNK).shard_writers == ((0, 1),)
+    assert planner_for(config, cache_config(spec), CHUNK).shard_writers == ((0, 1),)
 
 
 def test_every_rank_writes_unless_the_model_uses_mla(directory: Path) -> None:
     """An index of a model that splits its heads may have the same type."""
-    config = _config(directory, world_size=2, tensor_parallel_size=2)
-    assert planner_for(config, _caches(_latent()), CHUNK).shard_writers == ((0, 1),)
+    config = connector_config(directory, world_size=2, tensor_parallel_size=2)
+    assert planner_for(config, cache_config(_latent()), CHUNK).shard_writers == ((0, 1),)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from tests.unit.scheduler.metric_types import MetricTypes, made_metrics
 from tests.unit.scheduler.scheduler_testbed import (
     CHUNK,
     DISK,
@@ -27,7 +27,6 @@ from kvtier.engines.vllm import counters
 from kvtier.engines.vllm.load_records import MAX_DURATIONS, LoadCounts
 from kvtier.engines.vllm.metrics import (
     MAX_OBSERVATIONS,
-    KVTierPromMetrics,
     KVTierStats,
     add_worker_counts,
     tier_names,
@@ -81,37 +80,9 @@ def test_load_durations_are_bounded() -> None:
     assert len(stats.data["wait_seconds"][""]) == MAX_OBSERVATIONS
 
 
-class _Types:
-    """Metric classes as vLLM hands them in, on a registry of the test's own."""
-
-    def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-
-    def types(self) -> dict[Any, Any]:
-        return {kind: self._made(kind) for kind in (Counter, Gauge, Histogram)}
-
-    def _made(self, kind: Any) -> Any:
-        return lambda **named: kind(registry=self.registry, **named)
-
-    def text(self) -> str:
-        return generate_latest(self.registry).decode()
-
-
-def _metrics(types: _Types) -> KVTierPromMetrics:
-    config = SimpleNamespace(kv_transfer_config=None)
-    labels: dict[int, list[object]] = {0: ["m", "0"], 1: ["m", "1"]}
-    return KVTierPromMetrics(
-        config,  # type: ignore[arg-type]
-        types.types(),
-        ["model_name", "engine"],
-        labels,
-        ("ram", "disk"),
-    )
-
-
 def test_metrics_have_the_engines_labels() -> None:
-    types = _Types()
-    metrics = _metrics(types)
+    types = MetricTypes()
+    metrics = made_metrics(types)
     metrics.observe(_stats().data, 1)
     metrics.observe(_stats().data, 1)
     text = types.text()
@@ -133,20 +104,20 @@ def test_metrics_have_the_engines_labels() -> None:
     ],
 )
 def test_invalid_stats_do_not_end_the_server(data: dict[str, Any]) -> None:
-    _metrics(_Types()).observe(data, 0)
+    made_metrics(MetricTypes()).observe(data, 0)
 
 
 def test_stats_of_an_unknown_engine_are_ignored() -> None:
-    types = _Types()
-    metrics = _metrics(types)
+    types = MetricTypes()
+    metrics = made_metrics(types)
     before = types.text()
     metrics.observe(_stats().data, 9)
     assert types.text() == before
 
 
 def test_every_label_set_exists_from_the_start_at_0() -> None:
-    types = _Types()
-    metrics = _metrics(types)
+    types = MetricTypes()
+    metrics = made_metrics(types)
     before = types.text()
     stats = _stats()
     for metric in counters.COUNTERS:
@@ -160,8 +131,8 @@ def test_every_label_set_exists_from_the_start_at_0() -> None:
 
 
 def test_processes_without_tiers_go_up_and_down() -> None:
-    types = _Types()
-    metrics = _metrics(types)
+    types = MetricTypes()
+    metrics = made_metrics(types)
 
     def shown(engine: int) -> float | None:
         labels = {"model_name": "m", "engine": str(engine)}
@@ -483,8 +454,8 @@ def test_the_state_of_breakers_and_the_applied_generation_are_gauges(
     stats = _collected(testbed)
     # Only what has changed is reported.
     assert stats.data["gauges"] == {"tier_usable": {"disk": 0}, "applied_generation": {"": 7}}
-    types = _Types()
-    metrics = _metrics(types)
+    types = MetricTypes()
+    metrics = made_metrics(types)
     metrics.observe(stats.data, 1)
     text = types.text()
     assert 'vllm:kvtier_applied_generation{engine="1",model_name="m"} 7.0' in text
@@ -493,8 +464,8 @@ def test_the_state_of_breakers_and_the_applied_generation_are_gauges(
 
 
 def test_counters_go_on_over_restarts_of_tierd(testbed: SchedulerTestbed) -> None:
-    types = _Types()
-    metrics = _metrics(types)
+    types = MetricTypes()
+    metrics = made_metrics(types)
     before: dict[str, float] = {}
     for epoch in range(2, 5):
         request = testbed.request(300, f"r{epoch}", epoch)
