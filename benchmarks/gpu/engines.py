@@ -267,6 +267,15 @@ def settle(run_directory: Path | None, step: Callable[[], object], seconds: floa
     step()
 
 
+def reset_prefix_cache(llm: Any, step: Callable[[], object]) -> None:
+    """Empties the GPU's prefix cache. Raises ``SystemExit`` if it stays in use for 50 steps."""
+    for _ in range(50):
+        if llm.reset_prefix_cache():
+            return
+        step()
+    raise SystemExit("the prefix cache cannot be reset")
+
+
 def drain(run_directory: Path | None, step: Callable[[], object]) -> float:
     """Returns the seconds until no tier has anything to write, at several looks in a row: the
     engine submits the last stores, and looks after copies, in its steps."""

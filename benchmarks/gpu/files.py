@@ -108,11 +108,7 @@ def measure(chosen: argparse.Namespace) -> None:
         ask(new(33))
 
     def reset() -> None:
-        for _ in range(50):
-            if llm.reset_prefix_cache():
-                return
-            step()
-        raise SystemExit("the prefix cache cannot be reset")
+        engines.reset_prefix_cache(llm, step)
 
     engines.wait_attached(run_directory, step, chosen.tensor_parallel)
     fills = int(chosen.ram_gib << 30) // (engines.BYTES_PER_TOKEN * FILL_TOKENS) + 1

@@ -55,11 +55,7 @@ def measure(mode: str, chosen: argparse.Namespace) -> None:
         ask(prompt(33))
 
     def reset() -> None:
-        for _ in range(50):
-            if llm.reset_prefix_cache():
-                return
-            step()
-        raise SystemExit("the prefix cache cannot be reset")
+        engines.reset_prefix_cache(llm, step)
 
     step()
     attach = engines.wait_attached(run_directory, step, chosen.tensor_parallel)

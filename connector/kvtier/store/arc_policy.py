@@ -163,8 +163,8 @@ class TriedArcPolicy(ArcPolicy[ItemT, IdentityT]):
 
     Two orders without objects, one of each kind, are told of all uses and are as large as the tier.
     The one with more hits since the start says which rule finds the next victim. What both would
-    hold takes about 1 KiB for each resident object, and four times the processor time of LRU: a few
-    uses at a time, when an object is stored or evicted, so that a long prompt delays nothing.
+    hold takes about 500 bytes for each resident object, and four times the processor time of LRU: a
+    few uses at a time, when an object is stored or evicted, so that a long prompt delays nothing.
     Tenants, retained objects and queued requests are left out of the comparison.
     """
 

@@ -260,7 +260,7 @@ class TestUnionOfLimits:
         assert self.keeps(testbed) == [], "sent again"
         assert len(testbed.client.take(Reserve)) == 1
 
-    def test_of_chunks_whose_store_has_not_begun(self, testbed: SchedulerTestbed) -> None:
+    def test_of_chunks_whose_store_has_not_started(self, testbed: SchedulerTestbed) -> None:
         computed(testbed, "first", 0, tiers=["ram"])
         computed(testbed, "second", 0, tiers=["disk"])
         testbed.client.credit(8)
