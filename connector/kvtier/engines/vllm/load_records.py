@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvtier.engines.common.jobs import LoadRuns
+from kvtier.engines.common.referenced_blocks import NULL_BLOCK
 from kvtier.engines.common.request_state import RequestState
-from kvtier.engines.common.scheduler_stores import NULL_BLOCK
 from kvtier.presence_table import Words
 from kvtier.store.types import MEMORY_BIT, RAM_BITS
 
