@@ -15,6 +15,10 @@ Words wrap after two billion objects in one slot.
 from __future__ import annotations
 
 import sys
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
 
 from kvtier.tiers.base import ALIGNMENT_BYTES
 
@@ -40,6 +44,16 @@ def pack_location(offset: int, generation: int) -> int:
 def unpack_location(location: int) -> tuple[int, int]:
     """(byte offset, generation) of ``pack_location``."""
     return (location & (1 << _PAGE_BITS) - 1) << PAGE_SHIFT, location >> _PAGE_BITS
+
+
+def unpack_locations(locations: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(byte offset of each, generation of each) of several ``pack_location``.
+
+    Raises ``OverflowError`` if one has more than 64 bits or is negative.
+    """
+    both = np.frombuffer(array("Q", locations), np.uint64)
+    pages, generations = both & np.uint64((1 << _PAGE_BITS) - 1), both >> np.uint64(_PAGE_BITS)
+    return tuple((pages << np.uint64(PAGE_SHIFT)).tolist()), tuple(generations.tolist())
 
 
 class GenerationWords:

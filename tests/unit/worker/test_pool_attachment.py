@@ -258,5 +258,5 @@ def test_a_driver_that_hangs_is_a_reason_until_the_engine_restarts(rank: Rank) -
     rank.attachment.on_pool(rank.result(), rank.welcome())
     assert rank.attachment.hangs == "the driver hangs"
     rank.attachment.use(rank.welcome())
-    assert rank.mapped.empty(), "no mapping was begun, so that no result follows"
+    assert rank.mapped.empty(), "nothing is mapped, so that no result follows"
     assert rank.registered == [(rank.half, rank.size)]
