@@ -133,11 +133,8 @@ class Part(NamedTuple):
 
 
 class PartRun(NamedTuple):
-    """The parts of ``count`` consecutive chunks of one group, which are alike.
-
-    The other fields are those of the first part; ``block`` rises by ``step`` from one part to the
-    next, and ``chunk`` by 1.
-    """
+    """The parts of ``count`` consecutive chunks of one group, which are alike. From one to the next
+    ``block`` rises by ``step`` and ``chunk`` by 1."""
 
     group: int
     chunk: int
@@ -149,7 +146,7 @@ class PartRun(NamedTuple):
     step: int
 
     def parts(self) -> Iterable[Part]:
-        """Each part. Without a call in Python for each."""
+        """Without a call in Python for each."""
         fields = zip(
             repeat(self.group, self.count),
             range(self.chunk, self.chunk + self.count),
@@ -162,8 +159,7 @@ class PartRun(NamedTuple):
         return map(tuple.__new__, repeat(Part), fields)
 
     def table_blocks(self, table: Sequence[int]) -> Sequence[int]:
-        """The blocks of all parts, in order, in a request's block ``table`` of the group; fewer if
-        the table is shorter. Without a call in Python for each part of whole chunks."""
+        """The blocks of all parts in a request's block ``table``; fewer if that is shorter."""
         if self.blocks == self.step:
             return table[self.block : self.block + self.count * self.step]
         begins = range(self.block, self.block + self.count * self.step, self.step)

@@ -116,6 +116,12 @@ def union(limits: list[int]) -> int:
     return functools.reduce(operator.or_, limits) if all(limits) else 0
 
 
+@functools.cache
+def shared_testbed() -> SchedulerTestbed:
+    """For all examples: none changes it."""
+    return SchedulerTestbed()
+
+
 SUBSETS = st.sets(st.sampled_from(sorted(BITS)), min_size=1)
 
 
@@ -123,7 +129,7 @@ SUBSETS = st.sets(st.sampled_from(sorted(BITS)), min_size=1)
 def test_a_chunk_may_be_stored_in_the_tiers_of_every_request_since_it_was_stored(
     steps: list[tuple[bool, int, set[str]]],
 ) -> None:
-    testbed = SchedulerTestbed()
+    testbed = shared_testbed()
     session = testbed.scheduler.session
     allowed = AllowedTiers(session)
     since: dict[bytes, list[int]] = {}

@@ -54,7 +54,7 @@ class LoadRuns(Sequence[BlockRun]):
         self.shapes = shapes
         self.blocks = blocks
         self._starts: list[int] | None = None
-        """Of the first block of each run. Only who copies needs them, not who sends the load."""
+        """Of the blocks of each run. Only a rank needs them."""
 
     @classmethod
     def of(cls, runs: Sequence[BlockRun]) -> LoadRuns:

@@ -1,13 +1,8 @@
 """Which range of the host pool a rank uses, and how its copy engine gets it.
 
-tierd names the pool with its welcome, and the range of it that holds a rank's shards when the
-engine's namespace opens. Registering a range takes seconds, so the mapping begins with the welcome:
-with the range that tierd has named before for a pool of this size, or will probably name. If it
-names another one, that one is mapped instead.
-
-At most one range is attached. The copy engine and the generation words change with the lock of the
-copies held, and only when no copy runs. Nothing is mapped, and no file is looked at, with that lock
-held.
+tierd names the pool with its welcome, and a rank's range of it when the engine's namespace opens.
+Registering a range takes seconds, so the mapping begins with the welcome. If tierd then names
+another range, that one is mapped instead. Nothing is mapped while the lock of the copies is held.
 """
 
 from __future__ import annotations
@@ -27,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 class PoolAttachment:
     """The range of the pool that one rank uses. The transfer thread only, unless a method says
-    otherwise. No method raises an error of the mapper: the result of a mapping has the reason."""
+    otherwise. Errors of the mapper are in its results."""
 
     def __init__(
         self,
@@ -38,9 +33,9 @@ class PoolAttachment:
         drain: Callable[[], None],
         on_attached: Callable[[], None],
     ) -> None:
-        """``copies``: the lock of the copies. ``on_mapped``: called by the mapper's thread; the
-        transfer thread then calls ``on_pool``. ``drain``: called without the lock; afterwards no
-        copy runs. ``on_attached``: called with the lock held."""
+        """``copies``: their lock. ``on_mapped``: called by the mapper's thread; has the transfer
+        thread call ``on_pool``. ``drain``: ends all copies; called without the lock.
+        ``on_attached``: called with it."""
         self._context = context
         self._counters = context.counters
         self._copies = copies
@@ -53,22 +48,20 @@ class PoolAttachment:
 
     @property
     def hangs(self) -> str:
-        """Why no pool is mapped until the engine restarts; empty unless the device's driver hangs.
-        Any thread."""
+        """Why no pool is mapped until the engine restarts, or empty. Any thread."""
         return self._mapper.hangs
 
     def span(self, pool_bytes: int) -> Span:
-        """The range (begin and end, in bytes) of a pool of ``pool_bytes`` to map: what tierd names,
-        or has named for a pool of this size, or will probably name."""
+        """The bytes (begin, end) of a pool to map: those that tierd names, or has named for a pool
+        of this size, or will probably name."""
         if self._context.shards.known:
             self._told = pool_bytes, self._context.shards.span(pool_bytes)
         told_bytes, told = self._told
         return told if told_bytes == pool_bytes else self._mapper.expected(pool_bytes)
 
     def is_usable(self, pool_bytes: int) -> bool:
-        """Whether the layout of slots is known, and the range of a pool of ``pool_bytes`` attached
-        to which tierd's offsets of shards are relative. For callers that hold the lock of the
-        copies; any thread."""
+        """Whether the layout of slots is known and the range is attached that its offsets are
+        relative to. Any thread that holds the lock of the copies."""
         pool, shards = self._context.engine.pool, self._context.shards
         return pool is not None and shards.known and pool.span == shards.span(pool_bytes)
 
@@ -86,8 +79,7 @@ class PoolAttachment:
         self._map(welcome)
 
     def on_pool(self, ready: PoolReady, welcome: Welcome | None) -> None:
-        """Takes the result of a mapping. ``welcome``: of this session; None: there is none, and the
-        mapping is left for the next one."""
+        """Takes the result of a mapping. Without a session it is left for the next one."""
         if ready.problem:
             self._counters.add("pool_failures")
             logger.warning(

@@ -1,7 +1,6 @@
-"""References to the engine's blocks, which keep the blocks of stores while they are copied.
+"""References to the engine's blocks, which keep them while they are copied (docs/datapath.md).
 
-A referenced block is neither evicted nor given to another request. docs/datapath.md explains how
-long the blocks of a store stay referenced. The scheduler's thread only.
+The scheduler's thread only.
 """
 
 from __future__ import annotations
@@ -37,16 +36,14 @@ class ReferencedBlocks:
         """Blocks that are referenced, counted once for each reference."""
 
     def fit(self, blocks: int) -> bool:
-        """Whether so many more blocks may be referenced. What one object needs always may."""
+        """Whether so many more may be referenced. The blocks of one object always may."""
         if not self.count or self.pool is None:
             return True
         return self.count + blocks <= len(self.pool.blocks) // MAX_CACHE_FRACTION
 
     def cannot_reference(self, ids: Sequence[int], expected: int) -> str:
-        """Returns why the blocks ``ids`` of one object cannot be referenced; empty if they can.
-
-        ``expected``: of how many blocks the object consists.
-        """
+        """Returns why the ``expected`` blocks of an object cannot be referenced; empty if they
+        can."""
         if self.pool is None:
             return "no_block_pool"
         if len(ids) < expected or NULL_BLOCK in ids:

@@ -106,16 +106,9 @@ class SchedulerStores:
             number for number, group in enumerate(planner.groups) if group.kind is GroupKind.FULL
         )
         self._progress_at = clock()
-        self._least_blocks = min(
-            (self._object_blocks(planner, group) for group in self._full_groups), default=0
-        )
+        self._least_blocks = min(map(planner.object_blocks, self._full_groups), default=0)
         self._visited_chunks = 0
         self._blocked = True
-
-    @staticmethod
-    def _object_blocks(planner: Planner, group: int) -> int:
-        first, stop = planner.object_range(group, 0)
-        return stop - first
 
     # Planning.
 
@@ -262,11 +255,6 @@ class SchedulerStores:
             group, ids, blocks = found.group, found.ids, found.blocks
             self._store(ChunkBlocks(group, keys[chunk], b"", state, ids, blocks), blocked)
 
-    def _drop_references(self) -> None:
-        references, self._references = self._references, deque()
-        for _, found in references:
-            self.blocks.free(found.blocks)
-
     def _is_stored(self, key: bytes) -> bool:
         """Whether a tier holds the object, or it is being stored."""
         replica = self._session.replica
@@ -322,10 +310,6 @@ class SchedulerStores:
         self._release(chunk)
         self._keys.discard(chunk.key)
         self.dropped[reason] += 1
-
-    def _drop_all_waiting(self, reason: str) -> None:
-        for chunk in self._waiting.take_all():
-            self._drop_waiting(chunk, reason)
 
     def take_jobs(self) -> list[StoreJob]:
         """Reserves the planned stores and returns their jobs.
@@ -406,8 +390,14 @@ class SchedulerStores:
             self.dropped[reason] += 1
 
     def _drop_planned(self, reason: str) -> None:
+        """Drops all that the workers have not been told of."""
+        references, self._references = self._references, deque()
+        for _, found in references:
+            self.blocks.free(found.blocks)
         planned, self._planned = self._planned, []
         self._drop(planned, reason)
+        for chunk in self._waiting.take_all():
+            self._drop_waiting(chunk, reason)
 
     def _forget_committed(self) -> None:
         self._recently_committed.clear()
@@ -418,9 +408,7 @@ class SchedulerStores:
 
         The blocks of open stores stay referenced until the workers report.
         """
-        self._drop_references()
         self._drop_planned("lost")
-        self._drop_all_waiting("lost")
         self._forget_committed()
         self.conditions.worker_epoch = None
 
@@ -429,9 +417,7 @@ class SchedulerStores:
         and are reused."""
         for store in self._planned:
             self._session.credits[store.job.run.group].append(store.job.slot)
-        self._drop_references()
         self._drop_planned("reset")
-        self._drop_all_waiting("reset")
         self._forget_committed()
 
     def give_back_blocks(self) -> None:
@@ -456,9 +442,7 @@ class SchedulerStores:
 
     def turn_off(self) -> None:
         """Drops planned stores, because KVTier is off."""
-        self._drop_references()
         self._drop_planned("off")
-        self._drop_all_waiting("off")
 
     @property
     def in_flight(self) -> int:

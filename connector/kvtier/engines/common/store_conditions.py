@@ -1,7 +1,6 @@
 """Under which conditions chunks may be stored: the session's, the workers' and the request's.
 
-Each reason why nothing is stored is a word, under which dropped stores are counted. The scheduler's
-thread only.
+Each reason is a word by which dropped stores are counted. The scheduler's thread only.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ the fingerprint of the weights in the step that computes the next prompt."""
 
 
 class StoreConditions:
-    """The conditions of one engine. Nothing here raises an error."""
+    """The conditions of one engine. Nothing raises."""
 
     def __init__(self, session: TierdSession, blocks: ReferencedBlocks) -> None:
         self.worker_epoch: int | None = None

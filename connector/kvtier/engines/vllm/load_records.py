@@ -129,5 +129,5 @@ def target_runs(wanted: Sequence[PartRun], block_tables: Sequence[Sequence[int]]
 def have_blocks(wanted: Sequence[PartRun], blocks: Sequence[int]) -> bool:
     """Whether vLLM has allocated every block that is to be filled."""
     expected = sum(run.count * run.blocks for run in wanted)
-    # The null block is 0. A comparison with each of thousands of blocks takes several times longer.
+    # The null block is 0. To compare it with each of thousands takes longer.
     return len(blocks) == expected and all(blocks)
