@@ -133,7 +133,7 @@ class Part(NamedTuple):
 
 
 class PartRun(NamedTuple):
-    """The parts of ``count`` consecutive chunks of one group, which are alike. From one to the next
+    """The parts of so many ``chunks`` in a row of one group, which are alike. From one to the next
     ``block`` rises by ``step`` and ``chunk`` by 1."""
 
     group: int
@@ -142,16 +142,16 @@ class PartRun(NamedTuple):
     block: int
     blocks: int
     tokens: int
-    count: int
+    chunks: int
     step: int
 
     def parts(self) -> Iterable[Part]:
         """Without a call in Python for each."""
         fields = zip(
-            repeat(self.group, self.count),
-            range(self.chunk, self.chunk + self.count),
+            repeat(self.group, self.chunks),
+            range(self.chunk, self.chunk + self.chunks),
             repeat(self.first),
-            range(self.block, self.block + self.count * self.step, self.step),
+            range(self.block, self.block + self.chunks * self.step, self.step),
             repeat(self.blocks),
             repeat(self.tokens),
             strict=False,
@@ -161,8 +161,8 @@ class PartRun(NamedTuple):
     def table_blocks(self, table: Sequence[int]) -> Sequence[int]:
         """The blocks of all parts in a request's block ``table``; fewer if that is shorter."""
         if self.blocks == self.step:
-            return table[self.block : self.block + self.count * self.step]
-        begins = range(self.block, self.block + self.count * self.step, self.step)
+            return table[self.block : self.block + self.chunks * self.step]
+        begins = range(self.block, self.block + self.chunks * self.step, self.step)
         return [block for begin in begins for block in table[begin : begin + self.blocks]]
 
 

@@ -249,8 +249,8 @@ class RequestState:
         """
         hashes, keys = self._hashes, list[tuple[int, bytes]]()
         for run in runs:
-            of_run = hashes[run.chunk : run.chunk + run.count]
-            keys += zip(repeat(run.group, run.count), of_run, strict=True)
+            of_run = hashes[run.chunk : run.chunk + run.chunks]
+            keys += zip(repeat(run.group, run.chunks), of_run, strict=True)
         return tuple(keys)
 
     def wire_keys_of_chunks(

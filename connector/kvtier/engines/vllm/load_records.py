@@ -121,13 +121,13 @@ def target_runs(wanted: Sequence[PartRun], block_tables: Sequence[Sequence[int]]
     shapes: list[Shape] = []
     blocks: list[int] = []
     for run in wanted:
-        shapes += [(run.group, run.first, run.blocks)] * run.count
+        shapes += [(run.group, run.first, run.blocks)] * run.chunks
         blocks += run.table_blocks(block_tables[run.group])
     return LoadRuns(shapes, blocks)
 
 
 def have_blocks(wanted: Sequence[PartRun], blocks: Sequence[int]) -> bool:
     """Whether vLLM has allocated every block that is to be filled."""
-    expected = sum(run.count * run.blocks for run in wanted)
+    expected = sum(run.chunks * run.blocks for run in wanted)
     # The null block is 0. To compare it with each of thousands takes longer.
     return len(blocks) == expected and all(blocks)

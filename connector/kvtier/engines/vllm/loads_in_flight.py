@@ -32,7 +32,7 @@ def _each(wanted: Sequence[PartRun], values: Sequence[int]) -> tuple[int, ...]:
     """Of each part the value of its run."""
     each: tuple[int, ...] = ()
     for run, value in zip(wanted, values, strict=True):
-        each += (value,) * run.count
+        each += (value,) * run.chunks
     return each
 
 
@@ -80,7 +80,7 @@ class LoadsInFlight:
         planner, session = self._planner, self._session
         end_tokens = state.computed_tokens + tokens
         wanted = planner.needed_runs(state.computed_tokens, end_tokens)
-        keys = sum(run.count for run in wanted)
+        keys = sum(run.chunks for run in wanted)
         first = planner.chunks(state.computed_tokens)
         load_id = self._new_id()
         runs = target_runs(wanted, block_tables)
@@ -89,7 +89,7 @@ class LoadsInFlight:
             timeout = max(timeout, promotion_ends_at + LOAD_GRACE_SECONDS - now)
         sizes = session.slot_bytes
         if sizes:
-            timeout += sum(sizes[run.group] * run.count for run in wanted) / (
+            timeout += sum(sizes[run.group] * run.chunks for run in wanted) / (
                 MIN_COPY_BYTES_PER_SECOND
             )
         if have_blocks(wanted, runs.blocks):
@@ -166,9 +166,9 @@ class LoadsInFlight:
         locations: list[int] = []
         for run in wanted:
             of_group = state.group_keys(run.group, self._hashes_per_chunk)
-            found = self._session.replica.locations(of_group[run.chunk : run.chunk + run.count])
+            found = self._session.replica.locations(of_group[run.chunk : run.chunk + run.chunks])
             locations += found
-            if len(found) < run.count:
+            if len(found) < run.chunks:
                 break
         return locations
 
