@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from tests.unit.scheduler.scheduler_testbed import (
     CHUNK,
@@ -16,6 +18,11 @@ from kvtier.engines.vllm.metrics import KVTierStats
 from kvtier.store.generations import unpack_location
 from kvtier.tierd.replication import Replica
 from kvtier.tierd.wire import Load, LoadReleased, Promote
+
+
+def _media(name: str, identifier: str = "") -> SimpleNamespace:
+    """An image, by the name that it has in keys; with an adapter vLLM adds the adapter's."""
+    return SimpleNamespace(mm_hash=name, identifier=identifier or name)
 
 
 def test_a_detached_engine_matches_nothing() -> None:
@@ -146,6 +153,10 @@ def test_a_missing_delta_disables_matches_until_a_snapshot_arrives(
     [
         ({"prompt_embeds": object()}, "prompt_embeds"),
         ({"resumable": True}, "streaming_session"),
+        ({"mm_features": [_media("my-image")]}, "media_id"),
+        ({"mm_features": [_media("ab" * 32), _media("")]}, "media_id"),
+        ({"mm_features": [_media("my-image", "adapter:my-image")]}, "media_id"),
+        ({"mm_features": [SimpleNamespace(identifier="my-image")]}, "media_id"),
         ({"skip_reading_prefix_cache": True}, "not_read"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -162,6 +173,14 @@ def test_requests_that_must_not_be_loaded_are_skipped_and_counted_by_reason(
     assert stats.data["skipped_requests"] == {reason: 1}
     testbed.scheduler.collect_stats(stats)
     assert stats.data["skipped_requests"] == {reason: 1}
+
+
+@pytest.mark.parametrize("digits", [64, 128])
+def test_media_that_vllm_has_hashed_are_loaded(testbed: SchedulerTestbed, digits: int) -> None:
+    named = _media("a" * digits, "adapter:" + "a" * digits)
+    request = testbed.request(300, mm_features=[_media("0" * digits), named])
+    testbed.hold(request.keys(0, 4))
+    assert testbed.ask(request) == 4 * CHUNK
 
 
 def test_a_request_that_is_served_is_not_counted_as_skipped(testbed: SchedulerTestbed) -> None:
