@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tests.support.vllm_settings import World, make_world
@@ -17,6 +19,7 @@ from kvtier.engines.vllm.identity_environment import (
     UNUSED,
     environment_settings,
     listed,
+    plugin_versions,
 )
 
 TEXT_MODEL = SimpleNamespace(is_multimodal_model=False)
@@ -118,6 +121,40 @@ def test_a_variable_of_others_is_not_part_of_the_identity() -> None:
     """Kubernetes sets VLLM_SERVICE_HOST in a namespace with a Service named vllm."""
     environment = {"VLLM_SERVICE_HOST": "10.0.0.1", "HOME": "/root"}
     assert environment_settings(TEXT_MODEL, [], variables={}, environment=environment) == {}
+
+
+def _plugin(name: str, value: str, version: str | None = "1") -> Any:
+    package = None if version is None else SimpleNamespace(name=f"{name}-package", version=version)
+    return SimpleNamespace(name=name, value=value, dist=package)
+
+
+def test_the_versions_of_plugins_are_part_of_the_identity(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may bring a model's code, which has the same weights in each version."""
+    texts = set()
+    for version in ("1", "2"):
+        plugins = [_plugin("own", "own_models:register", version)]
+        monkeypatch.setattr(metadata, "entry_points", lambda group, found=plugins: found)
+        texts.add(world.text())
+    monkeypatch.setenv("VLLM_PLUGINS", "another")
+    texts.add(world.text())
+    assert len(texts) == 3
+    assert world.reasons == []
+
+
+def test_plugins_of_kvtier_and_of_vllm_are_not_part_of_the_identity() -> None:
+    found = [_plugin("kvtier", "kvtier.engines.vllm.plugin:register"), _plugin("lora", "vllm.x:y")]
+    assert plugin_versions(found, None, []) == {}
+
+
+def test_objects_stay_in_ram_with_a_plugin_of_unknown_version() -> None:
+    reasons: list[str] = []
+    assert plugin_versions([_plugin("own", "own:register", None)], None, reasons) == {}
+    assert "plugin own" in reasons[0]
+    reasons.clear()
+    assert plugin_versions([_plugin("own", "own:register", None)], ["kvtier"], reasons) == {}
+    assert reasons == []
 
 
 def test_a_value_that_vllm_rejects_is_part_of_the_identity_as_it_is(

@@ -23,7 +23,7 @@ from kvtier.engines.common.model_identity import (
     plain_configuration,
     rope_depends_on_length,
 )
-from kvtier.engines.vllm.identity_environment import environment_settings
+from kvtier.engines.vllm.identity_environment import environment_settings, installed_plugins
 from kvtier.engines.vllm.identity_fields import draft_settings, encoder_scales, settings_of
 from kvtier.namespace import canonical_json
 from kvtier.planner import Planner
@@ -141,6 +141,7 @@ def describe(
         "settings": settings_of(config, reasons)
         | encoder_scales(getattr(model, "multimodal_config", None), reasons),
         "environment": environment_settings(model, reasons),
+        "plugins": installed_plugins(reasons),
     }
     if "fp8" in kv_cache_dtype:
         # Tensors of bytes, which some devices read as another format of 8 bits.

@@ -1,4 +1,5 @@
-"""Every environment variable of vLLM: part of the identity, or why it does not shape KV.
+"""Every environment variable of vLLM: part of the identity, or why it does not shape KV. And the
+plugins of vLLM, which may bring models, kernels and a platform.
 
 vLLM has settings that are no field of its configuration, ``VLLM_MARLIN_INPUT_DTYPE`` for example.
 A variable that these tables do not list is part of the identity as soon as it is set, so that
@@ -10,7 +11,8 @@ A test compares the tables with the vLLM that is installed.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from importlib import metadata
 from types import MappingProxyType
 from typing import Any
 
@@ -170,11 +172,17 @@ UNUSED: Mapping[str, str] = MappingProxyType(
             VLLM_TARGET_DEVICE VLLM_MAIN_CUDA_VERSION MAX_JOBS NVCC_THREADS VLLM_USE_PRECOMPILED
             VLLM_USE_PRECOMPILED_RUST VLLM_SKIP_PRECOMPILED_VERSION_SUFFIX
             VLLM_DOCKER_BUILD_CONTEXT VLLM_BUILD_COMMIT VLLM_BUILD_PIPELINE VLLM_BUILD_URL
-            VLLM_IMAGE_TAG CMAKE_BUILD_TYPE VERBOSE VLLM_SKIP_VERSION_SUFFIX
-            VLLM_PLUGINS""",
+            VLLM_IMAGE_TAG CMAKE_BUILD_TYPE VERBOSE VLLM_SKIP_VERSION_SUFFIX""",
+        "the plugins that are loaded": "VLLM_PLUGINS",
     }
 )
 """Variables that do not shape KV by themselves, by the reason."""
+
+
+PLUGIN_GROUPS = ("vllm.general_plugins", "vllm.platform_plugins")
+"""Entry points of plugins that run in the engine."""
+OWN_MODULES = ("kvtier.", "vllm.")
+"""Plugins that shape no KV, or have the version of vLLM."""
 
 
 def listed() -> set[str]:
@@ -217,6 +225,34 @@ def environment_settings(
         if name in environment:
             found[name] = environment[name]
     return found
+
+
+def plugin_versions(
+    found: Iterable[metadata.EntryPoint], allowed: Collection[str] | None, reasons: list[str]
+) -> dict[str, str]:
+    """Returns the versions of the packages of vLLM's plugins.
+
+    ``found``: entry points of ``PLUGIN_GROUPS``. ``allowed``: names of those that are loaded, None:
+    all. Adds a reason for each plugin of unknown version.
+    """
+    versions: dict[str, str] = {}
+    for each in found:
+        if each.value.startswith(OWN_MODULES) or (allowed is not None and each.name not in allowed):
+            continue
+        package = each.dist
+        if package is None or not package.version:
+            reasons.append(f"the version of vLLM's plugin {each.name} is unknown")
+            continue
+        versions[str(package.name)] = str(package.version)
+    return versions
+
+
+def installed_plugins(reasons: list[str]) -> dict[str, str]:
+    """Returns the versions of the packages of the plugins that this vLLM loads."""
+    from vllm import envs
+
+    found = [each for group in PLUGIN_GROUPS for each in metadata.entry_points(group=group)]
+    return plugin_versions(found, envs.VLLM_PLUGINS, reasons)
 
 
 def _read(read: Callable[[], Any], name: str, environment: Mapping[str, str]) -> Any:
