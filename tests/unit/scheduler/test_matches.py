@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tests.unit.scheduler.scheduler_testbed import (
@@ -13,6 +14,7 @@ from tests.unit.scheduler.scheduler_testbed import (
     location_of,
     topology,
 )
+from vllm.multimodal.hasher import MultiModalHasher
 
 from kvtier.engines.vllm.metrics import KVTierStats
 from kvtier.store.generations import unpack_location
@@ -175,10 +177,12 @@ def test_requests_that_must_not_be_loaded_are_skipped_and_counted_by_reason(
     assert stats.data["skipped_requests"] == {reason: 1}
 
 
-@pytest.mark.parametrize("digits", [64, 128])
-def test_media_that_vllm_has_hashed_are_loaded(testbed: SchedulerTestbed, digits: int) -> None:
-    named = _media("a" * digits, "adapter:" + "a" * digits)
-    request = testbed.request(300, mm_features=[_media("0" * digits), named])
+@pytest.mark.parametrize("algorithm", ["blake3", "sha256", "sha512"])
+def test_media_that_vllm_has_hashed_are_loaded(testbed: SchedulerTestbed, algorithm: Any) -> None:
+    digest = MultiModalHasher.hash_kwargs(algorithm, model_id="m", image=b"an image")
+    request = testbed.request(
+        300, mm_features=[_media(digest), _media(digest, f"adapter:{digest}")]
+    )
     testbed.hold(request.keys(0, 4))
     assert testbed.ask(request) == 4 * CHUNK
 
