@@ -15,6 +15,7 @@ Words wrap after two billion objects in one slot.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 from kvtier.tiers.base import ALIGNMENT_BYTES
 
@@ -40,6 +41,13 @@ def pack_location(offset: int, generation: int) -> int:
 def unpack_location(location: int) -> tuple[int, int]:
     """(byte offset, generation) of ``pack_location``."""
     return (location & (1 << _PAGE_BITS) - 1) << PAGE_SHIFT, location >> _PAGE_BITS
+
+
+def unpack_locations(locations: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The byte offsets, and the generations, of ``pack_location``."""
+    mask = (1 << _PAGE_BITS) - 1
+    offsets = tuple([(location & mask) << PAGE_SHIFT for location in locations])
+    return offsets, tuple([location >> _PAGE_BITS for location in locations])
 
 
 class GenerationWords:

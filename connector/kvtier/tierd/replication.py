@@ -311,6 +311,16 @@ class Replica:
         """Slot and generation of ``key`` (``generations.pack_location``); 0: not in RAM."""
         return self._locations[key[-1] % _PARTS].get(key, 0)
 
+    def locations(self, keys: Iterable[bytes]) -> list[int]:
+        """``location`` of each key, up to the first one that is not in RAM."""
+        parts, found = self._locations, []
+        for key in keys:
+            location = parts[key[-1] % _PARTS].get(key)
+            if not location:
+                break
+            found.append(location)
+        return found
+
     def all_bits(self) -> Iterator[int]:
         """The bits of each key, usable or not. For the thread that applies messages."""
         return self._table.all_bits()

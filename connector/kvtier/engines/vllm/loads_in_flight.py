@@ -16,7 +16,7 @@ from kvtier.engines.common.tierd_session import TierdSession
 from kvtier.engines.vllm.cost_estimates import CopyEstimator
 from kvtier.engines.vllm.load_records import ActiveLoad, LoadCounts, have_blocks
 from kvtier.planner import Part, Planner
-from kvtier.store.generations import unpack_location
+from kvtier.store.generations import unpack_location, unpack_locations
 from kvtier.tierd.wire import Arriving, Load, LoadReleased, Promoted
 
 LOAD_GRACE_SECONDS = 0.05
@@ -74,26 +74,22 @@ class LoadsInFlight:
         parts = planner.needed(state.computed_tokens, end_tokens)
         first = planner.chunks(state.computed_tokens)
         load_id = self._new_id()
-        runs = LoadRuns(
-            [(part.group, part.first, part.blocks) for part in parts],
-            [
-                block
-                for part in parts
-                for block in block_tables[part.group][part.block : part.block + part.blocks]
-            ],
-        )
+        # A prompt has hundreds of parts, and all other requests wait: one pass for each value.
+        blocks: list[int] = []
+        for group, _, _, block, count, _ in parts:
+            blocks += block_tables[group][block : block + count]
+        runs = LoadRuns([(part.group, part.first, part.blocks) for part in parts], blocks)
         timeout = MIN_LOAD_TIMEOUT_SECONDS
         if promotion is not None:
             timeout = max(timeout, promotion_ends_at + LOAD_GRACE_SECONDS - now)
         sizes = session.slot_bytes
-        if sizes:
-            timeout += sum(sizes[part.group] for part in parts) / MIN_COPY_BYTES_PER_SECOND
-        slots, generations = [], []
+        object_bytes = tuple([sizes[part.group] for part in parts]) if sizes else ()
+        timeout += sum(object_bytes) / MIN_COPY_BYTES_PER_SECOND
+        slots: tuple[int, ...] = ()
+        generations: tuple[int, ...] = ()
         if have_blocks(runs):
-            for location in self._locations(state, promotion, parts, end_tokens):
-                slot, generation = unpack_location(location)
-                slots.append(slot)
-                generations.append(generation)
+            locations = self._locations(state, promotion, parts, end_tokens)
+            slots, generations = unpack_locations(locations)
             reason = ""
             arriving = promotion is not None and promotion.arriving and len(slots) < len(parts)
         else:
@@ -106,8 +102,8 @@ class LoadsInFlight:
                 runs,
                 timeout,
                 session.epoch,
-                tuple(slots),
-                tuple(generations),
+                slots,
+                generations,
                 arriving,
             )
         )
@@ -118,7 +114,7 @@ class LoadsInFlight:
             state,
             first_chunk=first,
             end_chunk=-(-end_tokens // planner.chunk_tokens),
-            chunk_tokens=tuple(part.tokens for part in parts),
+            chunk_tokens=tuple([part.tokens for part in parts]),
             source_tiers=promotion.tiers if promotion is not None else (),
             ranks_unreported=planner.ranks,
             ranks_copying=planner.ranks,
@@ -126,7 +122,7 @@ class LoadsInFlight:
             epoch=session.epoch,
             expires_at=now + timeout + REPORT_GRACE_SECONDS,
             failure=reason,
-            object_bytes=tuple(sizes[part.group] for part in parts) if sizes else (),
+            object_bytes=object_bytes,
             keys_named=len(slots),
         )
         if promotion is not None and arriving:
@@ -161,14 +157,11 @@ class LoadsInFlight:
                 same = bool(parts) and promotion.first_chunk == parts[0].chunk
             if same:
                 return list(promotion.locations[: promotion.usable_keys][: len(parts)])
-        locations: list[int] = []
-        location = self._session.replica.location
-        for part in parts:
-            found = location(state.group_keys(part.group, self._hashes_per_chunk)[part.chunk])
-            if not found:
-                break
-            locations.append(found)
-        return locations
+        keys = {
+            group: state.group_keys(group, self._hashes_per_chunk)
+            for group in {part.group for part in parts}
+        }
+        return self._session.replica.locations(keys[part.group][part.chunk] for part in parts)
 
     def start_failing(self, state: RequestState, block_ids: Sequence[int]) -> None:
         """Queues a job that cannot succeed, after ``start`` raised: vLLM waits for a report.
@@ -279,14 +272,13 @@ class LoadsInFlight:
         complete = load.keys_loaded == len(load.chunk_tokens)
         # What is of use as a whole only is recomputed from the start if it is not complete.
         useful = load.keys_loaded if complete or self._planner.prefix_only else 0
-        for index, tokens in enumerate(load.chunk_tokens[:useful]):
-            tier = load.tier(index)
+        for tier, (tokens, size) in load.by_tier(useful).items():
             name = self._session.tier_name(tier)
             self.counts.loaded_tokens[name] += tokens
-            if index < len(load.object_bytes):
-                self.counts.tier_bytes[name] += load.object_bytes[index]
+            if load.object_bytes:
+                self.counts.tier_bytes[name] += size
             self.loaded_tokens[tier] += tokens
-        slowest = max((load.tier(i) for i in range(len(load.chunk_tokens))), default=0)
+        slowest = max(load.source_tiers[: len(load.chunk_tokens)], default=0)
         self.counts.note_load(self._session.tier_name(slowest), load.seconds)
         if complete:
             return
