@@ -217,7 +217,7 @@ class Suite:
         """Runs the parts; returns early when the time is up."""
         for part in parts:
             left = self._until - time.monotonic()
-            if left < SHARE * part.seconds and not self._chosen.cpu:
+            if left < (0.0 if self._chosen.cpu else SHARE * part.seconds):
                 self.outcomes.append(Outcome(part.name, f"not started: {left:.0f} s left"))
             else:
                 print(f"{part.name}: {part.what}", file=sys.stderr, flush=True)
