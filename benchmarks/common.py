@@ -9,7 +9,7 @@ import platform
 import random
 import sys
 import tracemalloc
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvtier.tiers.filesystem.index import Index
 
@@ -45,8 +45,12 @@ def report(
     rows: Iterable[Sequence[object]],
     ratio: float,
     judged: str,
+    measured: Mapping[str, float] | None = None,
 ) -> None:
-    """Prints the table and, last, the ratio with what it is judged by."""
+    """Prints the table and, last, the ratio with what it is judged by.
+
+    ``measured``: single values by name, for programs that read the JSON object.
+    """
     table = [[str(cell) for cell in row] for row in rows]
     if as_json:
         json.dump(
@@ -57,6 +61,7 @@ def report(
                 "rows": table,
                 "ratio": ratio,
                 "judged": judged,
+                "measured": dict(measured or {}),
             },
             sys.stdout,
         )

@@ -7,13 +7,16 @@ tier). Latencies between tokens are those of the streams within the windows of t
 request with a long context slows one step of all others down even when nothing is moved; the hits
 show how much. The peer is vLLM's OffloadingConnector. The ratio is the largest one of KVTier's time
 to first token and the peer's.
+
+vLLM hashes a prompt in a thread that keeps the interpreter for up to 5 ms at a time; 32,768 tokens
+take 4.8 ms on one processor. ``--set sys:switchinterval=0.0005`` shows whether that is what the
+streams wait for.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import statistics
 import sys
@@ -23,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.common import options, progress, report
-from benchmarks.gpu import engines
+from benchmarks.gpu import engines, step_trace
 
 LENGTHS = (4096, 16_384, 32_768)
 FILL_TOKENS, FILLS = 16_384, 6
@@ -37,6 +40,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--streams", type=int, default=32, help="requests that decode")
     parser.add_argument("--repetitions", type=int, default=4, help="prompts of each length")
     parser.add_argument("--gpu-blocks", type=int, default=8192, help="blocks of 16 tokens")
+    parser.add_argument(
+        "--set",
+        nargs="+",
+        default=(),
+        metavar="MODULE:NAME=NUMBER",
+        help="constants of the engines' processes; sys:switchinterval is one",
+    )
 
 
 def percentile(values: list[float], share: float) -> float:
@@ -48,10 +58,11 @@ def percentile(values: list[float], share: float) -> float:
 class Load:
     """An engine, its streams, and the latencies between their tokens."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, chosen: argparse.Namespace) -> None:
         import numpy as np
 
         self._engine = engine
+        self._chosen = chosen
         self._generator = np.random.default_rng(1)
         self._sent = 0
         self.latencies: list[tuple[float, float]] = []
@@ -87,7 +98,7 @@ class Load:
         from vllm.sampling_params import RequestOutputKind
 
         many = SamplingParams(
-            max_tokens=STREAM_TOKENS,
+            max_tokens=engines.scaled(self._chosen, STREAM_TOKENS),
             temperature=0,
             ignore_eos=True,
             detokenize=False,
@@ -96,7 +107,7 @@ class Load:
         turn = 0
         while True:
             turn, last = turn + 1, 0.0
-            request = {"prompt_token_ids": self.prompt(64)}
+            request = {"prompt_token_ids": self.prompt(engines.scaled(self._chosen, 64))}
             async for _ in self._engine.generate(request, many, f"{name}-{turn}"):
                 now = time.perf_counter()
                 if last:
@@ -130,16 +141,16 @@ async def measure(mode: str, chosen: argparse.Namespace) -> dict[str, Any]:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     arguments, run_directory = engines.engine_arguments(mode, chosen, Path(chosen.scratch))
-    arguments |= {"num_gpu_blocks_override": chosen.gpu_blocks, "max_model_len": 34_816}
-    load = Load(AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments)))
-    await load.ask(load.prompt(8193))
+    arguments |= engines.cache_arguments(chosen, 34_816)
+    load = Load(AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments)), chosen)
+    await load.ask(load.prompt(engines.scaled(chosen, 8193)))
     deadline = time.monotonic() + engines.ATTACH_SECONDS
     while run_directory is not None and time.monotonic() < deadline:
         sessions = engines.status(run_directory).get("sessions", [])
         ready = [each for each in sessions if each["role"] == "worker" and each["ready"]]
         if len(ready) >= chosen.tensor_parallel:
             break
-        await load.ask(load.prompt(33))
+        await load.ask(load.prompt(engines.scaled(chosen, 33)))
         await asyncio.sleep(0.05)
     streams = [asyncio.create_task(load.stream(f"s{n}")) for n in range(chosen.streams)]
     await asyncio.sleep(QUIET_SECONDS)
@@ -151,17 +162,19 @@ async def measure(mode: str, chosen: argparse.Namespace) -> dict[str, Any]:
     }
     for length in LENGTHS:
         prompts = [
-            load.prompt(length + 1) for _ in range(2 if chosen.quick else chosen.repetitions)
+            load.prompt(engines.scaled(chosen, length) + 1)
+            for _ in range(2 if chosen.quick else chosen.repetitions)
         ]
         row = {"computed": await load.windows(prompts[:2])}
         for prompt in prompts[2:]:
             await load.ask(prompt)
         row["hit"] = await load.windows(prompts[-2:])
         for _ in range(FILLS):
-            await load.ask(load.prompt(FILL_TOKENS))
+            await load.ask(load.prompt(engines.scaled(chosen, FILL_TOKENS)))
         await asyncio.sleep(1.0)
         row["again"] = await load.windows(prompts)
         rows[str(length)] = row
+        engines.leave(chosen.scratch, mode, rows)
     for each in streams:
         each.cancel()
     return rows
@@ -172,20 +185,30 @@ def main() -> None:
     chosen = options(__doc__ or "", engines.add_options, add_options)
     if chosen.child:
         result = asyncio.run(measure(chosen.child, chosen))
-        (Path(chosen.scratch) / f"{chosen.child}.json").write_text(json.dumps(result))
+        engines.leave(chosen.scratch, chosen.child, result)
         sys.stdout.flush()
         os._exit(0)
     modes = [chosen.only] if chosen.only else ["kvtier", "peer"]
     passed = [each for each in sys.argv[1:] if each != "--json"]
     found: dict[str, dict[str, Any]] = {}
-    with engines.scratch_directory() as scratch:
+    with engines.scratch_directory(chosen) as scratch:
+        if chosen.set:
+            step_trace.deliver(scratch / "trace")
+            os.environ[step_trace.CONSTANTS] = " ".join(chosen.set)
         for mode in modes:
             progress(f"measuring {mode}")
-            found[mode] = engines.run_child(__file__, mode, Path(scratch), passed)
+            found[mode] = engines.run_child(__file__, mode, scratch, passed)
+    done = [each for each in map(str, LENGTHS) if all(each in rows for rows in found.values())]
     table: list[list[object]] = []
+    measured: dict[str, float] = {}
     for mode, rows in found.items():
         table.append([mode, "-", "quiet", "-", "-", *_latencies(rows["quiet"])])
-        for length in map(str, LENGTHS):
+        for length in done:
+            again = rows[length]["again"]
+            measured[f"{mode}.{length}.ms"] = again["milliseconds"]
+            quiet = rows["quiet"]["p99"] or 1
+            measured[f"{mode}.{length}.p99_by_quiet"] = again["p99"] / quiet
+            measured[f"{mode}.{length}.hit_p99_by_quiet"] = rows[length]["hit"]["p99"] / quiet
             for what, row in rows[length].items():
                 taken = f"{row['milliseconds']:.1f}"
                 table.append([mode, length, what, taken, row["cached"], *_latencies(row)])
@@ -197,9 +220,10 @@ def main() -> None:
         table,
         max(
             first[each]["again"]["milliseconds"] / last[each]["again"]["milliseconds"]
-            for each in map(str, LENGTHS)
+            for each in done
         ),
         "time to first token of KVTier by the peer's, at the worst length; at most 1",
+        measured,
     )
 
 

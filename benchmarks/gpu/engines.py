@@ -1,7 +1,9 @@
 """Engines for the GPU benchmarks: vLLM with a model's shape and random weights, in a process of its
 own for each measurement, so that contender and peer have the same start.
 
-Needs vLLM and a CUDA device. No weights are read and no network is used.
+Needs vLLM and a CUDA device. No weights are read and no network is used. With ``--cpu`` the CPU
+engine takes the place of the GPU, with a tiny model and a thirty-second of every length: a trial of
+the programs, whose figures mean nothing.
 """
 
 from __future__ import annotations
@@ -9,12 +11,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +35,7 @@ from kvtier.config.models import (
 )
 from kvtier.config.writer import write
 from kvtier.engines.vllm.plugin import TOPOLOGY_VARIABLE
+from kvtier.harness.engine_process import cpu_environment
 from kvtier.payload import write as write_payload
 
 ATTACH_SECONDS = 120.0
@@ -38,6 +43,8 @@ DRAIN_SECONDS = 60.0
 QUIET_LOOKS = 10
 CHILD_SECONDS = 280.0
 """A measurement that takes longer has failed."""
+CPU_CHILD_SECONDS = 1200.0
+"""The same of a trial, on a machine that other programs use."""
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -57,9 +64,25 @@ LLAMA_8B = {
     "eos_token_id": 128001,
 }
 """The shape of Llama 3.1 8B."""
-BYTES_PER_TOKEN = 2 * 32 * 8 * 128 * 2
+CPU_SCALE = 32
+"""With ``--cpu``, lengths in tokens are divided by this, and gigabytes are megabytes."""
+CPU_BLOCK_TOKENS = 32
+CPU_LLAMA = {
+    **LLAMA_8B,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "torch_dtype": "float32",
+}
 CHUNK_TOKENS = 64
 FILES_GIB = 40
+CPU_NOTE = "CPU engine, a tiny model: figures mean nothing"
+CPU_LINK_BYTES_PER_SECOND = 1e9
+"""Stands for the link of a GPU in a trial."""
+SUPPORT = Path(__file__).parents[2] / "tests" / "support"
+"""Has the copies that vLLM's OffloadingConnector lacks on the CPU."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -76,39 +99,94 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=32, help="fewer: for a trial without a GPU")
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
     parser.add_argument("--only", choices=("kvtier", "peer"), help="measure one of the two")
+    parser.add_argument(
+        "--cpu", action="store_true", help="a trial on the CPU engine: figures mean nothing"
+    )
+    parser.add_argument(
+        "--keep", default="", help="leave logs and the results of engines in this directory"
+    )
+    parser.add_argument(
+        "--link", type=float, default=0.0, help="bytes per second to a GPU; 0: it is measured"
+    )
     parser.add_argument("--child", default="", help=argparse.SUPPRESS)
     parser.add_argument("--scratch", default="", help=argparse.SUPPRESS)
+
+
+def scaled(chosen: argparse.Namespace, tokens: int) -> int:
+    """A length in tokens, or in anything that grows with them; less of it with ``--cpu``."""
+    return max(1, tokens // CPU_SCALE) if chosen.cpu else tokens
+
+
+def ram_bytes(chosen: argparse.Namespace) -> int:
+    """Capacity of the memory tier."""
+    return int(chosen.ram_gib) << (20 if chosen.cpu else 30)
+
+
+def bytes_per_token(chosen: argparse.Namespace) -> int:
+    """KV of one token, on all ranks."""
+    shape: dict[str, Any] = CPU_LLAMA if chosen.cpu else LLAMA_8B
+    element = 4 if chosen.cpu else 2
+    size: int = 2 * chosen.layers * shape["num_key_value_heads"] * shape["head_dim"] * element
+    return size
+
+
+def card(chosen: argparse.Namespace) -> str:
+    """The name of the GPU."""
+    if chosen.cpu:
+        return CPU_NOTE
+    program = "import torch; print(torch.cuda.get_device_name(0))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
+    )
+    return done.stdout.strip().splitlines()[-1]
 
 
 def run_child(script: str, mode: str, scratch: Path, arguments: Sequence[str]) -> dict[str, Any]:
     """Runs ``script`` with ``--child mode`` and returns the JSON that it leaves in ``scratch``.
 
-    Raises ``SystemExit`` with the end of its log if it fails.
+    A child that does not end in time is ended with its engine, and what it has left until then is
+    returned. Raises ``SystemExit`` with the end of its log if there is nothing.
     """
     result, log = scratch / f"{mode}.json", scratch / f"{mode}.log"
     result.unlink(missing_ok=True)
     command = [sys.executable, script, *arguments, "--child", mode, "--scratch", str(scratch)]
+    seconds = CPU_CHILD_SECONDS if "--cpu" in arguments else CHILD_SECONDS
     with log.open("wb") as output:
+        child = subprocess.Popen(
+            command,
+            env={**os.environ, **environment(scratch)},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         try:
-            subprocess.run(
-                command,
-                env={**os.environ, **environment(scratch)},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                timeout=CHILD_SECONDS,
-                check=False,
-            )
+            child.wait(seconds)
         except subprocess.TimeoutExpired:
-            print(f"{mode}: no result within {CHILD_SECONDS:g} s", file=sys.stderr)
+            print(f"{mode}: did not end within {seconds:g} s", file=sys.stderr)
+        finally:
+            # Its engine is in the same group. A benchmark that is interrupted ends it too.
+            try:
+                os.killpg(child.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            child.wait(30)
     if not result.exists():
         raise SystemExit(f"{mode} failed:\n{log.read_text(errors='replace')[-4000:]}")
     found: dict[str, Any] = json.loads(result.read_text())
     return found
 
 
+def leave(scratch: str, mode: str, result: dict[str, Any]) -> None:
+    """Leaves what has been measured so far for the parent."""
+    target = Path(scratch) / f"{mode}.json"
+    staged = target.with_suffix(".new")
+    staged.write_text(json.dumps(result))
+    staged.replace(target)
+
+
 def finish(scratch: str, mode: str, result: dict[str, Any], llm: Any) -> None:
     """Leaves the result for the parent and ends this process with its engine."""
-    (Path(scratch) / f"{mode}.json").write_text(json.dumps(result))
+    leave(scratch, mode, result)
     sys.stdout.flush()
     llm.llm_engine.engine_core.shutdown()
     os._exit(0)
@@ -119,7 +197,7 @@ def environment(scratch: Path) -> dict[str, str]:
     operator delivers it, a payload whose plugin attaches the connector."""
     payload = scratch / "payload"
     if not payload.exists():
-        write_payload(payload, include=("payload",))
+        write_payload(payload, include=("harness", "payload"))
     path = [str(payload), os.environ.get("PYTHONPATH", "")]
     return {
         "PYTHONPATH": os.pathsep.join(each for each in path if each),
@@ -131,18 +209,17 @@ def environment(scratch: Path) -> dict[str, str]:
     }
 
 
-def make_model(directory: Path, layers: int) -> Path:
+def make_model(directory: Path, layers: int, cpu: bool = False) -> Path:
     """Writes the configuration of the model and returns its directory."""
     directory.mkdir(parents=True, exist_ok=True)
-    shape = {**LLAMA_8B, "num_hidden_layers": layers}
+    shape = {**(CPU_LLAMA if cpu else LLAMA_8B), "num_hidden_layers": layers}
     (directory / "config.json").write_text(json.dumps(shape))
     return directory
 
 
 def make_topology(
     directory: Path,
-    ram_gib: int,
-    chunk_tokens: int = CHUNK_TOKENS,
+    chosen: argparse.Namespace,
     daemon: Daemon = Daemon.ENGINE,
     tier: FileSystemTierDocument | None = None,
 ) -> Path:
@@ -152,16 +229,16 @@ def make_topology(
     tiers = {"ram": LiveTier()} | {
         each.name: LiveTier(capacity_bytes=FILES_GIB << 30) for each in lower
     }
-    live = Live(min_load_tokens=256, tiers=tiers)
+    live = Live(min_load_tokens=scaled(chosen, 256), tiers=tiers)
     structural = Structural(
         policy=PolicyIdentity(namespace="default", name="benchmark"),
         content_hash="benchmark",
         daemon=daemon,
         run_directory=str(run_directory_of(directory)),
-        tiers=[MemoryTierDocument(name="ram", capacity_bytes=ram_gib << 30), *lower],
+        tiers=[MemoryTierDocument(name="ram", capacity_bytes=ram_bytes(chosen)), *lower],
         http=HttpEndpoint(port=0),
         live=live,
-        chunk_tokens=chunk_tokens,
+        chunk_tokens=chosen.chunk_tokens,
     )
     write(directory, Topology(structural=structural, live=live))
     return directory
@@ -177,7 +254,8 @@ def engine_arguments(
 ) -> tuple[dict[str, Any], Path | None]:
     """Returns vLLM's arguments for an engine, and the run directory of its tierd. ``mode``:
     "kvtier"; "peer", vLLM's OffloadingConnector with as much memory; or "none", no connector."""
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if options.runner == "v2" else "0"
+    v2 = options.runner == "v2" and not options.cpu
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if v2 else "0"
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if options.in_process else "1"
     transfer: dict[str, Any] = {}
     os.environ.pop(TOPOLOGY_VARIABLE, None)
@@ -185,18 +263,22 @@ def engine_arguments(
     if mode == "kvtier":
         topology = scratch / "topology"
         if not topology.exists():
-            make_topology(topology, options.ram_gib, options.chunk_tokens)
+            make_topology(topology, options)
         run_directory = run_directory_of(topology)
         os.environ[TOPOLOGY_VARIABLE] = str(topology)
     elif mode == "peer":
+        extra: dict[str, Any] = {"cpu_bytes_to_use": ram_bytes(options)}
+        if options.cpu:
+            sys.path.insert(0, str(SUPPORT))
+            extra |= {"spec_name": "CopyingSpec", "spec_module_path": "offloading_on_cpu"}
         transfer = {
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
             "kv_connector": "OffloadingConnector",
-            "kv_connector_extra_config": {"cpu_bytes_to_use": options.ram_gib << 30},
+            "kv_connector_extra_config": extra,
         }
     arguments: dict[str, Any] = {
-        "model": str(make_model(scratch / "model", options.layers)),
+        "model": str(make_model(scratch / "model", options.layers, options.cpu)),
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "max_model_len": 66_560,
@@ -213,9 +295,31 @@ def engine_arguments(
             "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 40, 64],
         },
     }
+    if options.cpu:
+        os.environ.update(cpu_environment())
+        del arguments["gpu_memory_utilization"], arguments["compilation_config"]
+        arguments |= {
+            "dtype": "float32",
+            "enforce_eager": True,
+            "block_size": CPU_BLOCK_TOKENS,
+            "kv_cache_memory_bytes": 64 << 20,
+            "max_model_len": 4096,
+            "max_num_batched_tokens": 512,
+        }
     if transfer:
         arguments["kv_transfer_config"] = transfer
     return arguments, run_directory
+
+
+def cache_arguments(options: argparse.Namespace, max_tokens: int) -> dict[str, Any]:
+    """vLLM's arguments for a cache of ``options.gpu_blocks`` blocks of 16 tokens and prompts of at
+    most ``max_tokens``."""
+    blocks, length = options.gpu_blocks, scaled(options, max_tokens)
+    if options.cpu:
+        # vLLM wants room for one prompt of the greatest length.
+        least = length // CPU_BLOCK_TOKENS + 2
+        blocks = max(least, scaled(options, blocks) * 16 // CPU_BLOCK_TOKENS)
+    return {"num_gpu_blocks_override": blocks, "max_model_len": length}
 
 
 def make_engine(
@@ -293,9 +397,12 @@ def drain(run_directory: Path | None, step: Callable[[], object]) -> float:
     return last - begin
 
 
-def link_bytes_per_second(gpus: int = 1) -> float:
-    """Measures the copy of 1 GiB of pinned memory to each of the first ``gpus`` GPUs, all at once:
-    the floor of a reload. Returns the rate of the slowest."""
+def link_bytes_per_second(chosen: argparse.Namespace) -> float:
+    """Measures the copy of 1 GiB of pinned memory to each of the first GPUs, all at once: the floor
+    of a reload. Returns the rate of the slowest."""
+    if chosen.link or chosen.cpu:
+        return float(chosen.link or CPU_LINK_BYTES_PER_SECOND)
+    gpus = int(chosen.tensor_parallel)
     program = """
 import sys, threading, time, torch
 gpus = int(sys.argv[1])
@@ -329,6 +436,14 @@ print((1 << 30) / max(slowest))
     return float(done.stdout.strip().splitlines()[-1])
 
 
-def scratch_directory() -> tempfile.TemporaryDirectory[str]:
-    """Where the children leave logs and results."""
-    return tempfile.TemporaryDirectory(prefix="kvtier-benchmark-")
+@contextmanager
+def scratch_directory(chosen: argparse.Namespace, part: str = "") -> Iterator[Path]:
+    """Where the children leave logs and results. Removed at the end, unless it was named.
+    ``part``: if a benchmark needs several."""
+    if chosen.keep:
+        kept = Path(f"{Path(chosen.keep).absolute()}{part and '-'}{part}")
+        kept.mkdir(parents=True, exist_ok=True)
+        yield kept
+        return
+    with tempfile.TemporaryDirectory(prefix="kvtier-benchmark-") as directory:
+        yield Path(directory)

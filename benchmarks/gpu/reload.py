@@ -59,8 +59,8 @@ def measure(mode: str, chosen: argparse.Namespace) -> None:
 
     step()
     attach = engines.wait_attached(run_directory, step, chosen.tensor_parallel)
-    for length in (4097, 16_385):
-        tokens = prompt(length)
+    for length in (4096, 16_384):
+        tokens = prompt(engines.scaled(chosen, length) + 1)
         for _ in range(2):
             ask(tokens)
             engines.settle(run_directory, step)
@@ -69,7 +69,7 @@ def measure(mode: str, chosen: argparse.Namespace) -> None:
     rows: list[dict[str, Any]] = []
     for length in chosen.lengths:
         for _ in range(2 if chosen.quick else 4):
-            tokens = prompt(length + 1)
+            tokens = prompt(engines.scaled(chosen, length) + 1)
             row: dict[str, Any] = {"length": length, "cold": ask(tokens)[0]}
             engines.settle(run_directory, step)
             row["hit"] = ask(tokens)[0]
@@ -81,6 +81,7 @@ def measure(mode: str, chosen: argparse.Namespace) -> None:
                 row["reload"].append(milliseconds)
                 row["tokens"].append(cached)
             rows.append(row)
+        engines.leave(chosen.scratch, mode, {"rows": rows, "up": up, "attach": attach})
     text = SamplingParams(max_tokens=TEXT_TOKENS, temperature=0, ignore_eos=True, detokenize=False)
 
     def write(tokens: list[int]) -> list[int]:
@@ -89,19 +90,20 @@ def measure(mode: str, chosen: argparse.Namespace) -> None:
 
     equal = 0
     for length in COMPARED:
-        tokens = prompt(length)
+        tokens = prompt(engines.scaled(chosen, length))
         ask(tokens)
         engines.settle(run_directory, step)
         after_hit = write(tokens)
         engines.settle(run_directory, step)
         reset()
         equal += write(tokens) == after_hit
-    result = {
+    result: dict[str, Any] = {
         "rows": rows,
         "up": up,
         "attach": attach,
         "stored": stored(run_directory),
         "texts": f"{equal} of {len(COMPARED)} texts of {TEXT_TOKENS} tokens are those after a hit",
+        "equal": equal / len(COMPARED),
     }
     engines.finish(chosen.scratch, mode, result, llm)
 
@@ -120,24 +122,33 @@ def main() -> None:
     if chosen.child:
         measure(chosen.child, chosen)
         return
-    link = engines.link_bytes_per_second(chosen.tensor_parallel)
+    link = engines.link_bytes_per_second(chosen)
     results: dict[str, dict[str, Any]] = {}
     passed = [each for each in sys.argv[1:] if each != "--json"]
-    with engines.scratch_directory() as scratch:
+    with engines.scratch_directory(chosen) as scratch:
         for mode in [chosen.only] if chosen.only else ["kvtier", "peer"]:
             progress(f"measuring {mode}")
-            results[mode] = engines.run_child(__file__, mode, Path(scratch), passed)
+            results[mode] = engines.run_child(__file__, mode, scratch, passed)
     table, worst = [], 0.0
+    measured: dict[str, float] = {"link": link}
     for length in chosen.lengths:
-        floor = engines.BYTES_PER_TOKEN * length / chosen.tensor_parallel / link * 1e3
+        tokens = engines.scaled(chosen, length)
+        floor = engines.bytes_per_token(chosen) * tokens / chosen.tensor_parallel / link * 1e3
         cells: list[object] = [length, f"{floor:.1f}"]
         for mode, result in results.items():
             rows = [row for row in result["rows"] if row["length"] == length]
+            if not rows:
+                cells += ["-"] * 4
+                continue
             hit = statistics.median(row["hit"] for row in rows)
             times = statistics.median(each for row in rows for each in row["reload"])
             fewest = min(each for row in rows for each in row["tokens"])
             cold = statistics.median(row["cold"] for row in rows)
             cells += [f"{cold:.1f}", f"{hit:.1f}", f"{times:.1f}", fewest]
+            measured[f"{mode}.{length}.ms"] = times
+            measured[f"{mode}.{length}.by_floor"] = times / (floor + hit)
+            whole = tokens // chosen.chunk_tokens * chosen.chunk_tokens
+            measured[f"{mode}.{length}.reused"] = fewest / whole
             if mode == "kvtier" or chosen.only:
                 worst = max(worst, times / (floor + hit))
         table.append(cells)
@@ -145,8 +156,11 @@ def main() -> None:
     for mode in results:
         head += [f"{mode} cold", "GPU hit", "reload ms", "reused"]
     for mode, result in results.items():
-        print(f"{mode}: up {result['up']:.1f} s, attached {result['attach']:.1f} s later,", end=" ")
-        print(result["stored"], result["texts"], sep="; ")
+        measured |= {f"{mode}.attach": result["attach"], f"{mode}.equal": result.get("equal", 0.0)}
+        if not chosen.json:
+            up, attach = result["up"], result["attach"]
+            print(f"{mode}: up {up:.1f} s, attached {attach:.1f} s later,", end=" ")
+            print(result.get("stored", "cut"), result.get("texts", ""), sep="; ")
     report(
         chosen.json,
         f"reload, TP={chosen.tensor_parallel}, {chosen.runner}"
@@ -155,6 +169,7 @@ def main() -> None:
         table,
         worst,
         "reload by link and GPU hit, the worst length; at most 1.05",
+        measured,
     )
 
 

@@ -44,7 +44,7 @@ def measure(mode: str, chosen: argparse.Namespace) -> None:
     scratch = Path(chosen.scratch)
     if mode == "files":
         tier = FileSystemTierDocument(name="files", path=chosen.directory, sharing="Node")
-        engines.make_topology(scratch / "topology", chosen.ram_gib, chosen.chunk_tokens, tier=tier)
+        engines.make_topology(scratch / "topology", chosen, tier=tier)
     connector = "none" if mode == "none" else "kvtier"
     llm, run_directory = engines.make_engine(connector, chosen, scratch)
     generator = np.random.default_rng(1)
@@ -72,9 +72,10 @@ def measure(mode: str, chosen: argparse.Namespace) -> None:
         return engines.drain(run_directory, step)
 
     engines.wait_attached(run_directory, step, chosen.tensor_parallel)
+    prompt_tokens = engines.scaled(chosen, PROMPT_TOKENS)
     for length in (4097, 8193):
-        ask([new(length)])
-    ask([new(PROMPT_TOKENS) for _ in range(4)], ANSWER_TOKENS)
+        ask([new(engines.scaled(chosen, length))])
+    ask([new(prompt_tokens) for _ in range(4)], ANSWER_TOKENS)
     drain()
     repetitions = 1 if chosen.quick else chosen.repetitions
     result: dict[str, Any] = {"cold": {}, "stored": {}, "drain": [], "throughput": []}
@@ -82,16 +83,17 @@ def measure(mode: str, chosen: argparse.Namespace) -> None:
         times = []
         before = objects()
         for _ in range(repetitions):
-            times.append(ask([new(length + 1)]) * 1e3)
+            times.append(ask([new(engines.scaled(chosen, length) + 1)]) * 1e3)
             drain()
-        chunks = repetitions * (length // chosen.chunk_tokens)
+        chunks = repetitions * (engines.scaled(chosen, length) // chosen.chunk_tokens)
         result["cold"][length] = statistics.median(times)
         result["stored"][length] = {
             name: (count - before.get(name, 0)) / chunks for name, count in objects().items()
         }
+        engines.leave(chosen.scratch, mode, result)
     for _ in range(repetitions):
-        seconds = ask([new(PROMPT_TOKENS) for _ in range(REQUESTS)], ANSWER_TOKENS)
-        result["throughput"].append(REQUESTS * (PROMPT_TOKENS + ANSWER_TOKENS) / seconds)
+        seconds = ask([new(prompt_tokens) for _ in range(REQUESTS)], ANSWER_TOKENS)
+        result["throughput"].append(REQUESTS * (prompt_tokens + ANSWER_TOKENS) / seconds)
         result["drain"].append(drain())
     if run_directory is not None:
         counters = engines.status(run_directory).get("counters", [])
@@ -110,14 +112,22 @@ def main() -> None:
     for mode in MODES:
         progress(f"measuring {mode}")
         shutil.rmtree(chosen.directory, ignore_errors=True)
-        with engines.scratch_directory() as scratch:
-            found[mode] = engines.run_child(__file__, mode, Path(scratch), passed)
+        with engines.scratch_directory(chosen, mode) as scratch:
+            found[mode] = engines.run_child(__file__, mode, scratch, passed)
     shutil.rmtree(chosen.directory, ignore_errors=True)
     rates = {mode: statistics.median(each["throughput"]) for mode, each in found.items()}
     table: list[list[object]] = []
+    measured: dict[str, float] = {}
     for mode, result in found.items():
         times = [f"{result['cold'][str(length)]:.0f}" for length in LENGTHS]
         stored = result["stored"][str(LENGTHS[-1])]
+        for length in LENGTHS:
+            cold = result["cold"][str(length)] / found["none"]["cold"][str(length)]
+            measured[f"{mode}.{length}.cold"] = cold
+        measured |= {f"{mode}.stored.{name}": share for name, share in stored.items()}
+        measured[f"{mode}.throughput"] = rates[mode] / rates["none"]
+        measured[f"{mode}.drain"] = statistics.median(result["drain"])
+        measured[f"{mode}.dropped"] = result.get("dropped", 0)
         shares = ", ".join(f"{name} {share:.3f}" for name, share in stored.items()) or "-"
         table.append(
             [
@@ -145,6 +155,7 @@ def main() -> None:
         table,
         min(rates[mode] / rates["none"] for mode in MODES[1:]),
         "throughput with tiers by that without; at least 0.995 with RAM and 0.99 with files",
+        measured,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from tests.support.python_calls import python_calls
 from tests.unit.scheduler.scheduler_testbed import CHUNK, DISK, FakeRequest, SchedulerTestbed
 
 from kvtier.engines.common.jobs import LoadJob
@@ -30,6 +31,27 @@ def test_tokens_count_as_loaded_when_the_load_is_complete(testbed: SchedulerTest
     testbed.report(loads=[testbed.result(job.load, 4)])
     assert counts.loaded_tokens == {"ram": 2 * CHUNK - 32, "disk": CHUNK, "nfs": CHUNK}
     assert not counts.failures
+
+
+def test_what_a_load_costs_a_chunk_on_the_thread_of_all_requests() -> None:
+    """A prompt has hundreds of chunks, and no other request is served meanwhile."""
+    testbed = SchedulerTestbed()
+
+    def calls(chunks: int) -> tuple[int, int]:
+        request = testbed.request(chunks * CHUNK + 50, f"of-{chunks}")
+        testbed.hold(request.keys(0, chunks))
+        matched = testbed.ask(request) or 0
+        started = python_calls(lambda: testbed.admit(request, 0, matched))
+        (job,) = testbed.build().loads
+        assert len(job.slots) == chunks
+        result = testbed.result(job.load, chunks)
+        ended = python_calls(lambda: testbed.scheduler.loads.in_flight.on_load_done(result))
+        assert testbed.scheduler.loads.in_flight.counts.loaded_tokens["ram"] >= chunks * CHUNK
+        return started, ended
+
+    few, many = calls(20), calls(220)
+    assert (many[0] - few[0]) / 200 < 5, "calls for each chunk at the start"
+    assert many[1] - few[1] < 20, "calls at the end of the load"
 
 
 def test_a_load_is_released_when_the_copies_of_every_rank_have_ended() -> None:

@@ -46,6 +46,15 @@ def test_a_key_has_the_location_of_its_last_arrival_in_ram() -> None:
     assert (replica.get(b"a"), replica.location(b"a")) == (6, 0)
 
 
+def test_locations_end_at_the_first_key_that_is_not_in_ram() -> None:
+    replica = Replica()
+    replica.apply(Delta(sequence=1, snapshot=True, added=((b"a", 1, 11), (b"b", 3, 12))))
+    replica.apply(Delta(sequence=2, added=((b"c", 2, 0), (b"d", 1, 14))))
+    assert replica.locations([b"a", b"b"]) == [11, 12]
+    assert replica.locations([b"a", b"b", b"c", b"d"]) == [11, 12]
+    assert replica.locations([b"x", b"a"]) == replica.locations([]) == []
+
+
 def test_removals_increase_only_when_a_bit_is_cleared() -> None:
     replica = Replica()
     replica.apply(Delta(sequence=1, snapshot=True, added=placed(((b"a", 1),))))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import numpy as np
 
@@ -51,6 +52,19 @@ class ActiveLoad:
     def tier(self, index: int) -> int:
         """The tier that key ``index`` came from."""
         return self.source_tiers[index] if index < len(self.source_tiers) else 0
+
+    def by_tier(self, keys: int) -> dict[int, tuple[int, int]]:
+        """Tokens and bytes of the first ``keys`` keys, by the tier that they came from."""
+        tokens, sizes = self.chunk_tokens[:keys], self.object_bytes[:keys]
+        found: dict[int, tuple[int, int]] = {}
+        tiers = self.source_tiers[:keys]
+        if any(tiers):
+            for tier, count, size in zip_longest(tiers, tokens, sizes, fillvalue=0):
+                before = found.get(tier, (0, 0))
+                found[tier] = (before[0] + count, before[1] + size)
+        elif tokens:
+            found[0] = (sum(tokens), sum(sizes))
+        return found
 
 
 MAX_DURATIONS = 4_096

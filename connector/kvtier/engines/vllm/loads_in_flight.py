@@ -275,14 +275,13 @@ class LoadsInFlight:
         complete = load.keys_loaded == len(load.chunk_tokens)
         # What is of use as a whole only is recomputed from the start if it is not complete.
         useful = load.keys_loaded if complete or self._planner.prefix_only else 0
-        for index, tokens in enumerate(load.chunk_tokens[:useful]):
-            tier = load.tier(index)
+        for tier, (tokens, size) in load.by_tier(useful).items():
             name = self._session.tier_name(tier)
             self.counts.loaded_tokens[name] += tokens
-            if index < len(load.object_bytes):
-                self.counts.tier_bytes[name] += load.object_bytes[index]
+            if load.object_bytes:
+                self.counts.tier_bytes[name] += size
             self.loaded_tokens[tier] += tokens
-        slowest = max((load.tier(i) for i in range(len(load.chunk_tokens))), default=0)
+        slowest = max(load.source_tiers[: len(load.chunk_tokens)], default=0)
         self.counts.note_load(self._session.tier_name(slowest), load.seconds)
         if complete:
             return
