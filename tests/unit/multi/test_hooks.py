@@ -491,6 +491,23 @@ def test_kv_events_of_workers_reach_the_child_that_made_them(directory: Path) ->
     assert scheduler.take_events() == []
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["requires_kv_delivery", "prefer_cross_layer_blocks", "supports_divergent_local_hybrid_hits"],
+)
+def test_a_property_of_a_child_that_raises_counts_as_false(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def fail(_: object) -> bool:
+        raise RuntimeError("planted")
+
+    made = multi(directory, SCHEDULER)
+    child = made._children[0]
+    monkeypatch.setattr(type(child.connector), name, property(fail), raising=False)
+    assert getattr(made, name) is False
+    assert child.errors[name] == 1
+
+
 class _Uncombinable(base.KVConnectorWorkerMetadata):
     def aggregate(self, other: object) -> _Uncombinable:
         raise RuntimeError("planted")

@@ -90,6 +90,14 @@ class ChildConnector:
             self.note(hook, error)
             return fallback
 
+    def flag(self, name: str) -> bool:
+        """Returns a property of the connector. False if it raises, or if there is none."""
+        try:
+            return bool(getattr(self.connector, name, False))
+        except Exception as error:  # noqa: BLE001 - vLLM would end the engine
+            self.note(name, error)
+            return False
+
     def start(self, hook: str, *arguments: Any, **named: Any) -> Any:
         """Like ``call`` while the engine starts: an exception of a required child is raised."""
         if not self.spec.required:

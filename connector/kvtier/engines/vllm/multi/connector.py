@@ -206,25 +206,20 @@ class WeightedMultiConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return any(
-            bool(getattr(child.connector, "requires_kv_delivery", False))
-            for child in self._children
-        )
+        return any(child.flag("requires_kv_delivery") for child in self._children)
 
     @property
     def prefer_cross_layer_blocks(self) -> bool:
         """0.24: only if every child prefers it, because there is one KV cache."""
-        living = [child.connector for child in self._children if child.connector is not None]
-        return bool(living) and all(
-            bool(getattr(each, "prefer_cross_layer_blocks", False)) for each in living
-        )
+        living = [child for child in self._children if child.connector is not None]
+        return bool(living) and all(child.flag("prefer_cross_layer_blocks") for child in living)
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
         """0.32: only if every child does, because any may be the one that loads."""
-        living = [child.connector for child in self._children if child.connector is not None]
+        living = [child for child in self._children if child.connector is not None]
         return bool(living) and all(
-            bool(getattr(each, "supports_divergent_local_hybrid_hits", False)) for each in living
+            child.flag("supports_divergent_local_hybrid_hits") for child in living
         )
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
