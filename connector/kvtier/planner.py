@@ -26,7 +26,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import repeat
+from itertools import chain, repeat
 from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -132,14 +132,38 @@ class Part(NamedTuple):
     tokens: int = 0
 
 
-def _whole_parts(
-    group: int, chunks: range, per_chunk: int, blocks: int, tokens: int
-) -> Iterable[Part]:
-    """The parts of objects that are needed as a whole. Without a call in Python for each."""
-    begin, step = (chunks.start + 1) * per_chunk - blocks, per_chunk
-    at = range(begin, begin + len(chunks) * step, step)
-    fields = zip(repeat(group), chunks, repeat(0), at, repeat(blocks), repeat(tokens), strict=False)
-    return map(tuple.__new__, repeat(Part), fields)
+class PartRun(NamedTuple):
+    """The parts of so many ``chunks`` in a row of one group, which are alike. From one to the next
+    ``block`` rises by ``step`` and ``chunk`` by 1."""
+
+    group: int
+    chunk: int
+    first: int
+    block: int
+    blocks: int
+    tokens: int
+    chunks: int
+    step: int
+
+    def parts(self) -> Iterable[Part]:
+        """Without a call in Python for each."""
+        fields = zip(
+            repeat(self.group, self.chunks),
+            range(self.chunk, self.chunk + self.chunks),
+            repeat(self.first),
+            range(self.block, self.block + self.chunks * self.step, self.step),
+            repeat(self.blocks),
+            repeat(self.tokens),
+            strict=False,
+        )
+        return map(tuple.__new__, repeat(Part), fields)
+
+    def table_blocks(self, table: Sequence[int]) -> Sequence[int]:
+        """The blocks of all parts in a request's block ``table``; fewer if that is shorter."""
+        if self.blocks == self.step:
+            return table[self.block : self.block + self.chunks * self.step]
+        begins = range(self.block, self.block + self.chunks * self.step, self.step)
+        return [block for begin in begins for block in table[begin : begin + self.blocks]]
 
 
 def effective_chunk_tokens(groups: Sequence[KVCacheGroup], chunk_tokens: int) -> int:
@@ -339,8 +363,13 @@ class Planner:
         chunk unless there is one group of full attention. In prefix order within each group.
         O(number of chunks).
         """
+        runs = self.needed_runs(start_tokens, end_tokens)
+        return list(chain.from_iterable(run.parts() for run in runs))
+
+    def needed_runs(self, start_tokens: int, end_tokens: int) -> list[PartRun]:
+        """``needed``, with parts that are alike together: at most three runs for each group."""
         counted = self.counted_group
-        parts: list[Part] = []
+        runs: list[PartRun] = []
         for number, begin, stop in self.needed_chunks(start_tokens, end_tokens):
             group, per_chunk = self.groups[number], self.blocks_per_chunk(number)
             block, held = group.block_tokens, self.object_blocks(number)
@@ -348,19 +377,18 @@ class Planner:
             first_block = max(start_tokens // block, group.first_needed_block(end_tokens))
             end_block = end_tokens // block
             # The objects between the first and the last one are needed as a whole.
-            whole = range(begin + 1, stop - 1)
-            for chunk in (begin, stop - 1)[: stop - begin]:
-                if chunk > begin:
-                    parts += _whole_parts(number, whole, per_chunk, held, held * token_block)
+            between, last = stop - begin - 2, min(1, stop - begin - 1)
+            for chunk, count in (begin, 1), (begin + 1, between), (stop - 1, last):
                 end = (chunk + 1) * per_chunk
                 at = max(end - held, first_block)
                 blocks = min(end, end_block) - at
-                if blocks > 0:
-                    tokens = blocks * token_block
-                    parts.append(Part(number, chunk, at - end + held, at, blocks, tokens))
-        if counted < 0 and parts:
-            parts[-1] = parts[-1]._replace(tokens=end_tokens - start_tokens)
-        return parts
+                if count > 0 and blocks > 0:
+                    tokens, first = blocks * token_block, at - end + held
+                    runs.append(PartRun(number, chunk, first, at, blocks, tokens, count, per_chunk))
+        if counted < 0 and runs:
+            # This run is the last chunk, which the prefix needs: it ends there.
+            runs[-1] = runs[-1]._replace(tokens=end_tokens - start_tokens)
+        return runs
 
     def needed_chunks(self, start_tokens: int, end_tokens: int) -> list[tuple[int, int, int]]:
         """Which objects ``needed`` names: for each group, in order, the group, the first chunk of

@@ -81,7 +81,7 @@ class SequentialEngine:
         return bool(
             scheduler.session.replica_ready
             and all(scheduler.session.credits)
-            and scheduler.stores.worker_epoch == scheduler.session.epoch
+            and scheduler.stores.conditions.worker_epoch == scheduler.session.epoch
         )
 
     def stored(self) -> bool:

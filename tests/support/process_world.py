@@ -142,7 +142,7 @@ class ProcessWorld(World):
         return bool(
             kvtier.session.replica_ready
             and all(kvtier.session.credits)
-            and kvtier.stores.worker_epoch == kvtier.session.epoch
+            and kvtier.stores.conditions.worker_epoch == kvtier.session.epoch
         )
 
     @property

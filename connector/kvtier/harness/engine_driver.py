@@ -229,7 +229,7 @@ class Driver:
             "class": f"{type(connector).__module__}.{type(connector).__qualname__}",
             "file": inspect.getfile(type(connector)),
             "namespace": ready.namespace if ready is not None else "",
-            "worker_epoch": kvtier.stores.worker_epoch or 0,
+            "worker_epoch": kvtier.stores.conditions.worker_epoch or 0,
             "credits": sum(len(slots) for slots in kvtier.session.credits),
         }
 

@@ -15,7 +15,10 @@ Words wrap after two billion objects in one slot.
 from __future__ import annotations
 
 import sys
+from array import array
 from collections.abc import Sequence
+
+import numpy as np
 
 from kvtier.tiers.base import ALIGNMENT_BYTES
 
@@ -44,10 +47,13 @@ def unpack_location(location: int) -> tuple[int, int]:
 
 
 def unpack_locations(locations: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The byte offsets, and the generations, of ``pack_location``."""
-    mask = (1 << _PAGE_BITS) - 1
-    offsets = tuple([(location & mask) << PAGE_SHIFT for location in locations])
-    return offsets, tuple([location >> _PAGE_BITS for location in locations])
+    """(byte offset of each, generation of each) of several ``pack_location``.
+
+    Raises ``OverflowError`` if one has more than 64 bits or is negative.
+    """
+    both = np.frombuffer(array("Q", locations), np.uint64)
+    pages, generations = both & np.uint64((1 << _PAGE_BITS) - 1), both >> np.uint64(_PAGE_BITS)
+    return tuple((pages << np.uint64(PAGE_SHIFT)).tolist()), tuple(generations.tolist())
 
 
 class GenerationWords:

@@ -14,7 +14,7 @@ one thread, or by threads that the caller synchronizes. Another one may call ``g
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
 from kvtier.presence_table import PresenceTable, Words
@@ -311,15 +311,11 @@ class Replica:
         """Slot and generation of ``key`` (``generations.pack_location``); 0: not in RAM."""
         return self._locations[key[-1] % _PARTS].get(key, 0)
 
-    def locations(self, keys: Iterable[bytes]) -> list[int]:
-        """``location`` of each key, up to the first one that is not in RAM."""
-        parts, found = self._locations, []
-        for key in keys:
-            location = parts[key[-1] % _PARTS].get(key)
-            if not location:
-                break
-            found.append(location)
-        return found
+    def locations(self, keys: Sequence[bytes]) -> list[int]:
+        """``location`` of each key before the first one that is not in RAM."""
+        parts = self._locations
+        found = [parts[key[-1] % _PARTS].get(key, 0) for key in keys]
+        return found if all(found) else found[: found.index(0)]
 
     def all_bits(self) -> Iterator[int]:
         """The bits of each key, usable or not. For the thread that applies messages."""

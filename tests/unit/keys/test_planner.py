@@ -126,6 +126,31 @@ def test_what_is_loaded_is_what_the_engine_reads_and_allocates_and_no_more(
     ]
 
 
+@given(planner=_hybrids(), end=st.integers(1, 12), start=st.integers(0, 11))
+def test_parts_that_are_alike_are_together_and_each_is_that_of_its_chunk(
+    planner: Planner, end: int, start: int
+) -> None:
+    end_tokens = planner.tokens(end)
+    start_tokens = min(start, end - 1) * planner.chunk_tokens
+    runs = planner.needed_runs(start_tokens, end_tokens)
+    groups = [run.group for run in runs]
+    assert groups == sorted(groups)
+    assert all(groups.count(group) <= 3 for group in groups)
+    found = [part for run in runs for part in run.parts()]
+    assert found == planner.needed(start_tokens, end_tokens)
+    for part in found:
+        first, stop = planner.object_range(part.group, part.chunk)
+        group = planner.groups[part.group]
+        needed = max(start_tokens // group.block_tokens, group.first_needed_block(end_tokens))
+        assert part.block == max(first, needed)
+        assert part.first == part.block - first
+        assert part.blocks == stop - part.block
+    for run in runs:
+        table = range(1, 1 + end_tokens)
+        wanted = [table[part.block + index] for part in run.parts() for index in range(part.blocks)]
+        assert list(run.table_blocks(table)) == wanted
+
+
 @given(planner=_hybrids(), end=st.integers(1, 12))
 def test_an_object_holds_every_block_that_is_loaded_from_it_and_one_is_stored_for_each(
     planner: Planner, end: int

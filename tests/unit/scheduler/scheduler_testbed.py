@@ -490,3 +490,20 @@ def chunks_of(
     """Which chunks of a request's table these jobs store."""
     table, length = testbed.tables[request_id], CHUNK // BLOCK
     return [table.index(store.run.blocks[0]) // length for store in stores]
+
+
+def hinted(
+    testbed: SchedulerTestbed, name: str = "r", seed: int = 0, tokens: int = 300, **hints: Any
+) -> FakeRequest:
+    """A request with these hints."""
+    parameters = {f"kvtier.{hint}": value for hint, value in hints.items()}
+    return testbed.request(tokens, name, seed, kv_transfer_params=parameters)
+
+
+def computed(testbed: SchedulerTestbed, name: str, seed: int, **hints: Any) -> FakeRequest:
+    """A request that finishes at once. What it stores is planned by the next step."""
+    request = hinted(testbed, name, seed, **hints)
+    testbed.ask(request)
+    testbed.run({name: 300})
+    testbed.finish(request)
+    return request

@@ -23,6 +23,9 @@ SCHEDULER_FILES = (
     "kvtier/engines/vllm/scheduler",
     "kvtier/engines/vllm/loads_in_flight.py",
     "kvtier/engines/common/scheduler_stores.py",
+    "kvtier/engines/common/allowed_tiers.py",
+    "kvtier/engines/common/referenced_blocks.py",
+    "kvtier/engines/common/store_conditions.py",
     "kvtier/engines/common/request_state.py",
     "kvtier/engines/common/tierd_session.py",
 )
@@ -31,9 +34,10 @@ SPARED = frozenset(
     for owner, names in {
         # They hand over lists, or pass blocks to and from vLLM. What they call counts.
         "SchedulerStores": (
-            *("_free", "_release", "_drop", "_store", "on_stores_done"),
+            *("_release", "_drop", "_store", "on_stores_done"),
             *("take_jobs", "take_voided", "turn_off"),
         ),
+        "ReferencedBlocks": ("free",),
         "LoadsInFlight": ("take_jobs", "start_failing"),
         # They run after an error, and contain what it may have prevented.
         "KVTierConnectorScheduler": ("build_load_meta", "fail_load", "_take_ends"),

@@ -13,15 +13,15 @@ from tests.unit.scheduler.scheduler_testbed import (
     RAM,
     FakeRequest,
     SchedulerTestbed,
+    computed,
+    hinted,
 )
 
 from kvtier.config.models import LiveTier, StorePolicy
-from kvtier.engines.common import scheduler_stores
-from kvtier.engines.common.scheduler_stores import RECENTLY_COMMITTED_SECONDS
 from kvtier.engines.vllm.metrics import KVTierStats
 from kvtier.engines.vllm.queued_prefixes import KEPT_SECONDS, MAX_KEPT
 from kvtier.store.types import UNVERIFIED_BIT, Owner
-from kvtier.tierd.wire import Cancel, Keep, Load, Prefetch, Promote, Reserve, Usable
+from kvtier.tierd.wire import Cancel, Prefetch, Promote, Reserve, Usable
 
 
 @pytest.fixture
@@ -30,13 +30,6 @@ def testbed() -> SchedulerTestbed:
     testbed = SchedulerTestbed()
     testbed.build()
     return testbed
-
-
-def hinted(
-    testbed: SchedulerTestbed, name: str = "r", seed: int = 0, tokens: int = 300, **hints: Any
-) -> FakeRequest:
-    parameters = {f"kvtier.{hint}": value for hint, value in hints.items()}
-    return testbed.request(tokens, name, seed, kv_transfer_params=parameters)
 
 
 def test_skip_load_loads_nothing_and_still_stores(testbed: SchedulerTestbed) -> None:
@@ -149,15 +142,6 @@ def test_keys_that_no_index_has_are_looked_up_in_named_tiers_only(
     assert testbed.client.take(Promote)[0].look_up
 
 
-def computed(testbed: SchedulerTestbed, name: str, seed: int, **hints: Any) -> FakeRequest:
-    """A request that finishes at once. What it stores is planned by the next step."""
-    request = hinted(testbed, name, seed, **hints)
-    testbed.ask(request)
-    testbed.run({name: 300})
-    testbed.finish(request)
-    return request
-
-
 @pytest.mark.parametrize(
     ("tiers", "bits"),
     [
@@ -228,93 +212,6 @@ def test_nothing_is_stored_under_a_limit_that_could_not_be_read(
     testbed.scheduler.collect_stats(stats)
     assert sum(stats.data["rejected_hints"].values()) == 1
     assert stats.data["dropped_stores"] == {"invalid_hints": 2}
-
-
-class TestUnionOfLimits:
-    """Of two requests with the same chunks, each lets them be stored in its own tiers."""
-
-    def keeps(self, testbed: SchedulerTestbed) -> list[tuple[int, int]]:
-        """How many keys were named to tierd, and the tiers, for each message."""
-        return [(len(each.keys), each.owner.tiers) for each in testbed.client.take(Keep)]
-
-    def test_tierd_learns_of_a_request_that_finds_its_chunks_stored(
-        self, testbed: SchedulerTestbed
-    ) -> None:
-        testbed.client.credit(16)
-        first = computed(testbed, "first", 0, tiers=["ram"])
-        testbed.build()
-        testbed.hold(first.keys(0, 4), RAM)
-        assert self.keeps(testbed) == []
-        # In GPU memory, so nothing of it is loaded.
-        computed(testbed, "second", 0, tiers=["ram"], skip_load=True)
-        testbed.build()
-        assert self.keeps(testbed) == []
-        computed(testbed, "third", 0, tiers=["nfs"], skip_load=True)
-        testbed.build()
-        assert self.keeps(testbed) == [(4, NFS)]
-        computed(testbed, "fourth", 0, skip_load=True)
-        testbed.build()
-        assert self.keeps(testbed) == [(4, 0)]
-        computed(testbed, "fifth", 0, skip_load=True)
-        testbed.build()
-        assert self.keeps(testbed) == [], "sent again"
-        assert len(testbed.client.take(Reserve)) == 1
-
-    def test_of_chunks_whose_store_has_not_started(self, testbed: SchedulerTestbed) -> None:
-        computed(testbed, "first", 0, tiers=["ram"])
-        computed(testbed, "second", 0, tiers=["disk"])
-        testbed.client.credit(8)
-        testbed.build()
-        testbed.build()
-        (reserve,) = testbed.client.take(Reserve)
-        assert len(reserve.items) == 4
-        assert reserve.owners == ((4, Owner(tiers=RAM | DISK)),)
-
-    def test_a_chunk_that_is_stored_anew_has_the_limit_of_its_new_request(
-        self, testbed: SchedulerTestbed
-    ) -> None:
-        testbed.client.credit(16)
-        first = computed(testbed, "first", 0, tiers=["ram"])
-        testbed.build()
-        testbed.hold(first.keys(0, 4), RAM)
-        computed(testbed, "second", 0, skip_load=True)
-        testbed.build()
-        assert self.keeps(testbed) == [(4, 0)]
-        testbed.client.take(Reserve)
-        testbed.client.delta(removed=dict.fromkeys(first.keys(0, 4), RAM))
-        testbed.report(done={1: 1, 2: 1, 3: 1, 4: 1})
-        testbed.now += RECENTLY_COMMITTED_SECONDS
-        computed(testbed, "third", 0, tiers=["ram"])
-        testbed.build()
-        (reserve,) = testbed.client.take(Reserve)
-        assert reserve.owners == ((4, Owner(tiers=RAM)),)
-
-    def test_a_request_that_stores_nothing_adds_no_tier(self, testbed: SchedulerTestbed) -> None:
-        testbed.client.credit(16)
-        first = computed(testbed, "first", 0, tiers=["ram"])
-        testbed.build()
-        testbed.hold(first.keys(0, 4), RAM)
-        computed(testbed, "second", 0, skip_load=True, skip_store=True)
-        testbed.build()
-        assert self.keeps(testbed) == []
-        third = hinted(testbed, "third", 0, skip_store=True)
-        loaded = testbed.ask(third)
-        assert loaded
-        testbed.admit(third, 0, loaded)
-        assert testbed.client.take(Load)[0].owner == Owner(tiers=RAM)
-
-    def test_what_is_remembered_is_bounded(
-        self, testbed: SchedulerTestbed, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(scheduler_stores, "MAX_LIMITED_KEYS", 6)
-        testbed.client.credit(16)
-        computed(testbed, "first", 0, tiers=["ram"])
-        computed(testbed, "second", 1, tiers=["disk"])
-        testbed.build()
-        assert len(testbed.scheduler.stores._limited) == 6
-        owners = [run for each in testbed.client.take(Reserve) for run in each.owners]
-        # The limits of those that it has forgotten are those of their requests.
-        assert owners == [(4, Owner(tiers=RAM)), (4, Owner(tiers=DISK))]
 
 
 def test_the_queue_prefetches_what_the_hints_leave(testbed: SchedulerTestbed) -> None:

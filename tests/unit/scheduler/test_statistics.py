@@ -234,8 +234,8 @@ ATTRIBUTES = {
     "counts": "kv_events",
 }
 RETURNS = {
-    "_cannot_reference": "dropped_stores",
-    "_store_blocked_reason": "dropped_stores",
+    "cannot_reference": "dropped_stores",
+    "blocked_reason": "dropped_stores",
     "_request_blocked_reason": "dropped_stores",
     "initial_skip_reason": "skipped_requests",
     "_skip_reason": "decisions",

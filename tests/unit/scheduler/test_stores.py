@@ -556,7 +556,7 @@ def test_a_store_whose_reservation_cannot_be_sent_is_dropped(testbed: SchedulerT
 
 
 def test_without_vllms_block_pool_nothing_is_stored(testbed: SchedulerTestbed) -> None:
-    testbed.scheduler.stores.pool = None
+    testbed.scheduler.stores.blocks.pool = None
     request = _computed(testbed)
     assert testbed.build({"r": 1}).stores == []
     testbed.finish(request)

@@ -110,7 +110,7 @@ class AtomScheduler:
             LoadLimits(limits.min_load_tokens, limits.step_tokens),
         )
         self.stores = SchedulerStores(planner, session, clock)
-        self.stores.pool = _BlockNumbers(limits.num_blocks)
+        self.stores.blocks.pool = _BlockNumbers(limits.num_blocks)
         self._planner = planner
         self._limits = limits
         self._numbers = count(1)

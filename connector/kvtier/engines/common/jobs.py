@@ -53,7 +53,8 @@ class LoadRuns(Sequence[BlockRun]):
     def __init__(self, shapes: Sequence[Shape], blocks: Sequence[int]) -> None:
         self.shapes = shapes
         self.blocks = blocks
-        self._starts = [0, *accumulate(shape[2] for shape in shapes)]
+        self._starts: list[int] | None = None
+        """Of the blocks of each run. Only a rank needs them."""
 
     @classmethod
     def of(cls, runs: Sequence[BlockRun]) -> LoadRuns:
@@ -76,6 +77,8 @@ class LoadRuns(Sequence[BlockRun]):
         if isinstance(index, slice):
             return tuple(self[each] for each in range(*index.indices(len(self))))
         group, first, count = self.shapes[index]
+        if self._starts is None:
+            self._starts = [0, *accumulate(shape[2] for shape in self.shapes)]
         start = self._starts[index if index >= 0 else len(self) + index]
         return BlockRun(group, first, tuple(self.blocks[start : start + count]))
 

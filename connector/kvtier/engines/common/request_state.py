@@ -14,7 +14,7 @@ from blake3 import blake3
 from kvtier import keys
 from kvtier.engines.common.hints import NO_HINTS, RequestHints
 from kvtier.engines.common.lora import AdapterDigests
-from kvtier.planner import Frontier, Part
+from kvtier.planner import Frontier, PartRun
 from kvtier.presence_table import Words, hash_many
 from kvtier.store.types import RAM_BITS
 
@@ -246,10 +246,16 @@ class RequestState:
         have."""
         return self.wire_keys_of_chunks([(0, first_chunk, first_chunk + count)])
 
-    def wire_keys_of(self, parts: Sequence[Part]) -> tuple[tuple[int, bytes], ...]:
-        """Returns the keys of the objects that ``parts`` belong to, as (group, hash)."""
-        hashes = self._hashes
-        return tuple((part.group, hashes[part.chunk]) for part in parts)
+    def wire_keys_of(self, runs: Sequence[PartRun]) -> tuple[tuple[int, bytes], ...]:
+        """Returns the keys of the objects that the parts belong to, as (group, hash).
+
+        Raises ``ValueError`` if one has no hash.
+        """
+        hashes, keys = self._hashes, list[tuple[int, bytes]]()
+        for run in runs:
+            of_run = hashes[run.chunk : run.chunk + run.chunks]
+            keys += zip(repeat(run.group, run.chunks), of_run, strict=True)
+        return tuple(keys)
 
     def wire_keys_of_chunks(
         self, chunks: Iterable[tuple[int, int, int]]

@@ -17,26 +17,23 @@ docs/datapath.md explains why. The scheduler's thread only.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import count, groupby
-from typing import Any, NamedTuple, Protocol
+from itertools import count
+from typing import Any, NamedTuple
 
-import msgspec
-
-from kvtier.engines.common.hints import NO_HINTS
+from kvtier.engines.common.allowed_tiers import AllowedTiers
 from kvtier.engines.common.jobs import BlockRun, StoreJob
+from kvtier.engines.common.referenced_blocks import ReferencedBlocks
 from kvtier.engines.common.request_state import RequestState
+from kvtier.engines.common.store_conditions import PASSING_REASONS, StoreConditions
 from kvtier.engines.common.tierd_session import TierdSession
 from kvtier.engines.common.waiting_stores import ChunkBlocks, WaitingStores
 from kvtier.planner import GroupKind, Planner
-from kvtier.store.types import NO_OWNER, RAM_BITS, Owner, wider
-from kvtier.tierd.wire import Keep, Reserve
+from kvtier.store.types import RAM_BITS
+from kvtier.tierd.wire import Reserve
 
-MAX_CACHE_FRACTION = 4
-"""Stores in flight reference at most a quarter of the KV cache: slow copies must leave blocks for
-requests."""
 MAX_CHUNKS_VISITED_PER_STEP = 4_096
 """Over all requests; takes about half a millisecond."""
 RECENTLY_COMMITTED_SECONDS = 0.5
@@ -44,21 +41,6 @@ RECENTLY_COMMITTED_SECONDS = 0.5
 PROGRESS_TIMEOUT_SECONDS = 10.0
 """An idle engine keeps stepping for stores as long as one of them ended this recently."""
 MAX_STORE_DURATIONS = 4_096
-MAX_LIMITED_KEYS = 16_384
-NULL_BLOCK = 0
-PASSING_REASONS = ("weights_unknown", "replica_incomplete", "worker_not_attached")
-"""Why nothing can be stored for a step or two. After a reset of the prefix cache the workers take
-the fingerprint of the weights in the step that computes the next prompt."""
-
-
-class BlockPool(Protocol):
-    """The part of vLLM's block pool that is used."""
-
-    blocks: Sequence[Any]
-
-    def touch(self, blocks: Sequence[Any]) -> None: ...
-
-    def free_blocks(self, ordered_blocks: Iterable[Any]) -> None: ...
 
 
 @dataclass(slots=True)
@@ -98,10 +80,8 @@ class SchedulerStores:
         session: TierdSession,
         clock: Callable[[], float],
     ) -> None:
-        self.pool: BlockPool | None = None
-        """vLLM binds its block pool after it has built the connector."""
-        self.worker_epoch: int | None = None
-        """The tierd epoch of the workers' last report; None before the first one of a session."""
+        self.blocks = ReferencedBlocks()
+        self.conditions = StoreConditions(session, self.blocks)
         self.dropped: Counter[str] = Counter()
         self.store_seconds: list[float] = []
         """Durations of stores that have ended, since they were last collected."""
@@ -117,31 +97,18 @@ class SchedulerStores:
         self._keys: set[bytes] = set()
         """Keys that are planned, open or recently committed."""
         self._recently_committed: deque[tuple[float, bytes]] = deque()
-        self._kept: dict[Owner, list[tuple[int, bytes]]] = {}
-        """Chunks that tiers hold and that requests want to be kept, or stored in more tiers; for
-        the next message."""
-        self._limited: OrderedDict[bytes, int] = OrderedDict()
-        """Tiers that requests have let their chunks be stored in (``Owner.tiers``), of the last
-        ones that were stored with a limit."""
+        self._tiers = AllowedTiers(session)
         self._voided: list[int] = []
         """Reservations that the workers must not deliver; for the next step's metadata."""
-        self._in_flight_blocks = 0
         self._references: deque[tuple[int, _Reference]] = deque()
         """In the order of their steps."""
         self._full_groups = tuple(
             number for number, group in enumerate(planner.groups) if group.kind is GroupKind.FULL
         )
         self._progress_at = clock()
-        self._least_blocks = min(
-            (self._object_blocks(planner, group) for group in self._full_groups), default=0
-        )
+        self._least_blocks = min(map(planner.object_blocks, self._full_groups), default=0)
         self._visited_chunks = 0
         self._blocked = True
-
-    @staticmethod
-    def _object_blocks(planner: Planner, group: int) -> int:
-        first, stop = planner.object_range(group, 0)
-        return stop - first
 
     # Planning.
 
@@ -152,7 +119,7 @@ class SchedulerStores:
         while self._recently_committed and self._recently_committed[0][0] <= now:
             self._keys.discard(self._recently_committed.popleft()[1])
         self._plan_waiting(now)
-        self._blocked = bool(self._store_blocked_reason())
+        self._blocked = bool(self.conditions.blocked_reason())
 
     def can_plan(self) -> bool:
         """Whether ``plan`` can store anything more in this step for a request that goes on.
@@ -162,25 +129,7 @@ class SchedulerStores:
         credits = self._session.credits
         if self._blocked or not all(map(credits.__getitem__, self._full_groups)):
             return False
-        in_flight = self._in_flight_blocks
-        return not in_flight or self._fits(in_flight + self._least_blocks)
-
-    def may_be_stored(self, state: RequestState) -> bool:
-        """Whether chunks of this request may be stored at all, as far as it says itself."""
-        if state.request.num_prompt_tokens < self._session.live.min_store_tokens:
-            return False
-        return state.hints is NO_HINTS or not self._request_blocked_reason(state)
-
-    def _is_short(self, state: RequestState) -> bool:
-        return state.prompt_tokens < self._session.live.min_store_tokens
-
-    def _request_blocked_reason(self, state: RequestState) -> str:
-        hints, session = state.hints, self._session
-        if hints.invalid:
-            return "invalid_hints"
-        if hints.skip_store:
-            return "skip_store"
-        return "" if hints.tiers is None or session.can_store_in(hints.tiers) else "tiers"
+        return self.blocks.fit(self._least_blocks)
 
     def plan(
         self,
@@ -198,7 +147,7 @@ class SchedulerStores:
         frontier = state.frontier
         if frontier.next_chunk >= storable_chunks:
             return
-        blocked = blocked_reason = self._store_blocked_reason(state)
+        blocked = blocked_reason = self.conditions.blocked_reason(state)
         # The frontier stays, so that a limit that is lowered has its effect on running requests.
         if blocked_reason and not finished:
             return
@@ -214,6 +163,9 @@ class SchedulerStores:
         end = min([storable_chunks, *(len(keys) for _, keys in by_group)])
         owner = self._session.owner(state)
         keeps = owner.keeps
+        tiers = self._tiers
+        # Limits of other chunks, which the loop adds, change nothing.
+        widens = len(tiers) > 0 and not blocked_reason
         for chunk in range(frontier.next_chunk, end):
             if not finished and self._visited_chunks >= MAX_CHUNKS_VISITED_PER_STEP:
                 return
@@ -222,18 +174,19 @@ class SchedulerStores:
                 key = keys[chunk]
                 bits = get(key)
                 if bits or key in pending_keys:
-                    more_tiers = bool(self._limited) and not blocked_reason
-                    if (more_tiers and self._widen(key, owner)) or (keeps and bits & RAM_BITS):
-                        self._kept.setdefault(owner, []).append((group, key[1:]))
+                    widened = widens and tiers.widen(owner, group, key)
+                    if keeps and not widened and bits & RAM_BITS:
+                        tiers.keep(owner, group, key)
                     continue
                 first, stop = self._planner.object_range(group, chunk)
                 ids = tuple(tables[group][first:stop]) if group < len(tables) else ()
                 previous = keys[chunk - 1] if chunk else b""
-                reason = blocked_reason or self._cannot_reference(ids, stop - first)
+                reason = blocked_reason or self.blocks.cannot_reference(ids, stop - first)
                 if not reason and not finished and not self._session.credits[group]:
                     return
                 if not reason:
-                    chunk_blocks = ChunkBlocks(group, key, previous, state, ids, self._touch(ids))
+                    taken = self.blocks.touch(ids)
+                    chunk_blocks = ChunkBlocks(group, key, previous, state, ids, taken)
                     self._store(chunk_blocks, bool(blocked))
                 elif not finished and reason != "blocks_gone":
                     return
@@ -257,23 +210,21 @@ class SchedulerStores:
         self._visited_chunks += 1
         keys = state.group_keys(group, self._planner.hashes_per_chunk)
         if chunk < len(keys) and self._is_stored(keys[chunk]):
-            if self._limited and not self._store_blocked_reason(state):
-                owner = self._session.owner(state)
-                if self._widen(keys[chunk], owner):
-                    self._kept.setdefault(owner, []).append((group, keys[chunk][1:]))
+            if len(self._tiers) and not self.conditions.blocked_reason(state):
+                self._tiers.widen(self._session.owner(state), group, keys[chunk])
             return
-        reason = self._store_blocked_reason(state)
+        reason = self.conditions.blocked_reason(state)
         if reason in PASSING_REASONS:
             # It may have passed when the step has been executed.
             reason = ""
-        reason = reason or self._cannot_reference(ids, max(1, len(ids)))
+        reason = reason or self.blocks.cannot_reference(ids, max(1, len(ids)))
         if reason:
             self.dropped[reason] += 1
             return
         ids = tuple(ids)
         generation = state.frontier.generation
         self._references.append(
-            (step, _Reference(state, generation, group, chunk, ids, self._touch(ids)))
+            (step, _Reference(state, generation, group, chunk, ids, self.blocks.touch(ids)))
         )
 
     def on_step_executed(self, step: int, storable: Callable[[RequestState], int]) -> None:
@@ -283,7 +234,7 @@ class SchedulerStores:
         """
         if not self._references or self._references[0][0] > step:
             return
-        blocked = bool(self._store_blocked_reason())
+        blocked = bool(self.conditions.blocked_reason())
         while self._references and self._references[0][0] <= step:
             _, found = self._references.popleft()
             state, chunk = found.state, found.chunk
@@ -298,94 +249,16 @@ class SchedulerStores:
                 )
             finally:
                 if stale:
-                    self._free(found.blocks)
+                    self.blocks.free(found.blocks)
             if stale:
                 continue
             group, ids, blocks = found.group, found.ids, found.blocks
             self._store(ChunkBlocks(group, keys[chunk], b"", state, ids, blocks), blocked)
 
-    def _drop_references(self) -> None:
-        references, self._references = self._references, deque()
-        for _, found in references:
-            self._free(found.blocks)
-
-    def _limit(self, chunk: ChunkBlocks) -> None:
-        """Remembers the tiers that a chunk may be stored in, if its request limits them."""
-        if chunk.state.hints is NO_HINTS:
-            return
-        tiers = self._session.owner(chunk.state).tiers
-        self._limited.pop(chunk.key, None)
-        if tiers:
-            self._limited[chunk.key] = tiers
-            if len(self._limited) > MAX_LIMITED_KEYS:
-                self._limited.popitem(last=False)
-
-    def _widen(self, key: bytes, owner: Owner) -> bool:
-        """A request of ``owner`` has a chunk that is stored already. Returns whether it may be
-        stored in more tiers than before, which tierd has to know."""
-        tiers = self._limited.get(key, 0)
-        found = wider(tiers, owner.tiers)
-        if found == tiers:
-            return False
-        self._limited[key] = found
-        return True
-
     def _is_stored(self, key: bytes) -> bool:
         """Whether a tier holds the object, or it is being stored."""
         replica = self._session.replica
         return bool(replica.get(key)) or key in self._keys
-
-    def _cannot_reference(self, ids: Sequence[int], expected: int) -> str:
-        """Returns why the blocks of one object cannot be referenced; empty if they can.
-
-        One object is always allowed.
-        """
-        pool = self.pool
-        if pool is None:
-            return "no_block_pool"
-        if len(ids) < expected or NULL_BLOCK in ids:
-            return "blocks_gone"
-        if self._in_flight_blocks and not self._fits(self._in_flight_blocks + expected):
-            return "in_flight_blocks"
-        return ""
-
-    def _fits(self, blocks: int) -> bool:
-        """Whether so many blocks may be referenced."""
-        return self.pool is None or blocks <= len(self.pool.blocks) // MAX_CACHE_FRACTION
-
-    def _touch(self, ids: Sequence[int]) -> list[Any]:
-        pool = self.pool
-        if pool is None:
-            return []
-        blocks = [pool.blocks[block] for block in ids]
-        pool.touch(blocks)
-        self._in_flight_blocks += len(blocks)
-        return blocks
-
-    def _free(self, blocks: Sequence[Any]) -> None:
-        self._in_flight_blocks -= len(blocks)
-        if self.pool is not None:
-            # The end of a prefix is useless without its beginning, so vLLM evicts it first.
-            self.pool.free_blocks(reversed(blocks))
-
-    def _store_blocked_reason(self, state: RequestState | None = None) -> str:
-        """Returns why no chunk, or none of this request, can be stored; empty if some can."""
-        if state is not None and (reason := self._request_blocked_reason(state)):
-            return reason
-        if self.pool is None:
-            return "no_block_pool"
-        session = self._session
-        if session.suspended:
-            return "weights_stale" if session.stale_weights else "weights_unknown"
-        if not session.namespace_open:
-            return "not_attached"
-        if not session.replica_ready:
-            return "replica_incomplete"
-        if self.worker_epoch is not None and self.worker_epoch != session.epoch:
-            return "worker_not_attached"
-        if state is not None and self._is_short(state):
-            return "short_prompt"
-        return ""
 
     def _store(self, chunk: ChunkBlocks, blocked: bool) -> None:
         """Plans the store of a chunk whose blocks are referenced, or holds it until there is a
@@ -400,10 +273,10 @@ class SchedulerStores:
         finally:
             # If this raises, the blocks go back. The hook that called counts and logs it.
             if not taken:
-                self._free(chunk.blocks)
+                self.blocks.free(chunk.blocks)
         chunk.state.stores_in_flight += 1
         self._keys.add(chunk.key)
-        self._limit(chunk)
+        self._tiers.on_store(chunk.state, chunk.key)
 
     def _add_planned(self, chunk: ChunkBlocks) -> None:
         """Takes a slot for a chunk whose blocks are referenced. There must be a credit."""
@@ -426,7 +299,7 @@ class SchedulerStores:
         waiting.begin_step()
         if not waiting:
             return
-        blocked = self._store_blocked_reason()
+        blocked = self.conditions.blocked_reason()
         if not blocked:
             for chunk in waiting.with_slots(self._session.credits):
                 self._add_planned(chunk)
@@ -438,10 +311,6 @@ class SchedulerStores:
         self._keys.discard(chunk.key)
         self.dropped[reason] += 1
 
-    def _drop_all_waiting(self, reason: str) -> None:
-        for chunk in self._waiting.take_all():
-            self._drop_waiting(chunk, reason)
-
     def take_jobs(self) -> list[StoreJob]:
         """Reserves the planned stores and returns their jobs.
 
@@ -449,7 +318,7 @@ class SchedulerStores:
         """
         jobs = self._take_jobs()
         # What is kept may just have been reserved.
-        self._send_kept()
+        self._tiers.send()
         return jobs
 
     def _take_jobs(self) -> list[StoreJob]:
@@ -468,7 +337,8 @@ class SchedulerStores:
             )
             for store in current
         )
-        message = Reserve(items=items, owners=self._owners_of(current))
+        owners = self._tiers.owners((store.state, store.key) for store in current)
+        message = Reserve(items=items, owners=owners)
         if not items or not session.namespace_open or not session.send(message):
             current = []
         if current and not self._open:
@@ -479,24 +349,6 @@ class SchedulerStores:
         if len(current) < len(planned):
             self._drop([each for each in planned if each.job.reservation not in self._open], "lost")
         return [store.job for store in current]
-
-    def _send_kept(self) -> None:
-        kept, self._kept = self._kept, {}
-        if self._session.namespace_open:
-            for owner, keys in kept.items():
-                self._session.send(Keep(keys=tuple(keys), owner=owner))
-
-    def _owners_of(self, stores: Sequence[OpenStore]) -> tuple[tuple[int, Owner], ...]:
-        """How many stores in a row are of which owner; empty if all have no tenant and no wish."""
-        runs = [(len(list(run)), owner) for owner, run in groupby(map(self._owner_of, stores))]
-        while runs and runs[-1][1] == NO_OWNER:
-            runs.pop()
-        return tuple(runs)
-
-    def _owner_of(self, store: OpenStore) -> Owner:
-        owner = self._session.owner(store.state)
-        tiers = self._limited.get(store.key, owner.tiers) if owner.tiers else 0
-        return owner if tiers == owner.tiers else msgspec.structs.replace(owner, tiers=tiers)
 
     # Completion.
 
@@ -529,7 +381,7 @@ class SchedulerStores:
 
     def _release(self, store: OpenStore | ChunkBlocks) -> None:
         store.state.stores_in_flight -= 1
-        self._free(store.blocks)
+        self.blocks.free(store.blocks)
 
     def _drop(self, stores: Iterable[OpenStore], reason: str) -> None:
         for store in stores:
@@ -538,8 +390,14 @@ class SchedulerStores:
             self.dropped[reason] += 1
 
     def _drop_planned(self, reason: str) -> None:
+        """Drops all that the workers have not been told of."""
+        references, self._references = self._references, deque()
+        for _, found in references:
+            self.blocks.free(found.blocks)
         planned, self._planned = self._planned, []
         self._drop(planned, reason)
+        for chunk in self._waiting.take_all():
+            self._drop_waiting(chunk, reason)
 
     def _forget_committed(self) -> None:
         self._recently_committed.clear()
@@ -550,20 +408,16 @@ class SchedulerStores:
 
         The blocks of open stores stay referenced until the workers report.
         """
-        self._drop_references()
         self._drop_planned("lost")
-        self._drop_all_waiting("lost")
         self._forget_committed()
-        self.worker_epoch = None
+        self.conditions.worker_epoch = None
 
     def reset(self) -> None:
         """Drops planned stores, because the weights may have changed. Their slots are still valid
         and are reused."""
         for store in self._planned:
             self._session.credits[store.job.run.group].append(store.job.slot)
-        self._drop_references()
         self._drop_planned("reset")
-        self._drop_all_waiting("reset")
         self._forget_committed()
 
     def give_back_blocks(self) -> None:
@@ -588,9 +442,7 @@ class SchedulerStores:
 
     def turn_off(self) -> None:
         """Drops planned stores, because KVTier is off."""
-        self._drop_references()
         self._drop_planned("off")
-        self._drop_all_waiting("off")
 
     @property
     def in_flight(self) -> int:
@@ -600,13 +452,12 @@ class SchedulerStores:
     @property
     def referenced_blocks(self) -> int:
         """Blocks that are referenced, counted once for each reference."""
-        return self._in_flight_blocks
+        return self.blocks.count
 
     def has_pending_work(self) -> bool:
         """Returns whether an engine without requests should keep stepping, so that stores end."""
         if self._planned or self._waiting:
             return True
         return (
-            bool(self._in_flight_blocks)
-            and self._clock() - self._progress_at < PROGRESS_TIMEOUT_SECONDS
+            bool(self.blocks.count) and self._clock() - self._progress_at < PROGRESS_TIMEOUT_SECONDS
         )

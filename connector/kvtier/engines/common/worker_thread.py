@@ -24,10 +24,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from pathlib import Path
 
-from kvtier.engines.common.early_registration import Span
 from kvtier.engines.common.jobs import ArrivedKeys, LoadJob, StoreJob
+from kvtier.engines.common.pool_attachment import PoolAttachment
 from kvtier.engines.common.rearming import CopyFailures, OpenCopies
 from kvtier.engines.common.worker_loads import WorkerLoads
 from kvtier.engines.common.worker_pool import HostPoolMapper, PoolReady
@@ -76,12 +75,19 @@ class TransferThread:
         self._engine = context.engine
         self._completions = context.completions
         self._counters = context.counters
-        self._mapper = mapper
         self._client = connect(self.receive, self.on_client_lost)
         self._outbox = WorkerOutbox(self._client, context.counters)
         self._loads = WorkerLoads(context)
         self._stores = WorkerStores(context, self._outbox.send)
         self._copies = threading.Lock()
+        self._pool = PoolAttachment(
+            context,
+            self._copies,
+            mapper,
+            self.on_pool_ready,
+            lambda: self._drain("lost"),
+            self._update_epoch,
+        )
         self._hook_ran_at = context.clock()
         self._failures = CopyFailures(
             OpenCopies(context, self._copies, self._loads, self._stores, self._outbox),
@@ -98,8 +104,6 @@ class TransferThread:
         self._ended = threading.Event()
         self._drained = False
         self._welcome: Welcome | None = None
-        self._told: tuple[int, Span] = (0, (0, 0))
-        """Size of a pool, and the range of it that tierd has named."""
         self._suspended = False
         self._drained_epoch = 0
         self._thread = threading.Thread(target=self._run, name="kvtier-transfer", daemon=True)
@@ -114,7 +118,7 @@ class TransferThread:
     @property
     def failure(self) -> str:
         """Why nothing is copied, for a while or until restart; empty if copies are possible."""
-        return self._failures.reason or self._mapper.hangs
+        return self._failures.reason or self._pool.hangs
 
     def start(self) -> None:
         """Starts the thread, and to attach to tierd."""
@@ -391,11 +395,12 @@ class TransferThread:
     def _handle(self, item: _Input) -> None:
         match item:
             case Welcome():
-                self._on_welcome(item)
+                self._welcome = item
+                self._pool.use(item)
             case Ready():
                 self._on_ready(item)
             case PoolReady():
-                self._on_pool(item)
+                self._pool.on_pool(item, self._welcome)
             case _ClientLost():
                 self._on_lost(item.reason)
             case SessionRefused():
@@ -405,85 +410,26 @@ class TransferThread:
                     "KVTier: serving without tiers: tierd refused the session: %s", item.reason
                 )
 
-    def _on_welcome(self, welcome: Welcome) -> None:
-        self._welcome = welcome
-        self._use_pool(welcome)
-
-    def _use_pool(self, welcome: Welcome) -> None:
-        """Attaches this rank's range of the pool, or begins to map it."""
-        if not self._attach_pool(welcome):
-            if self._engine.pool is not None:
-                self._drain("lost")
-                with self._copies:
-                    self._engine.detach()
-                    self._context.generations.words = None
-            self._map_pool(welcome)
-
     def _on_ready(self, ready: Ready) -> None:
         """The engine's namespace opened: tierd says where this rank's shards lie."""
         welcome = self._welcome
-        expected = None if welcome is None else self._span(welcome.pool_bytes)
+        expected = None if welcome is None else self._pool.span(welcome.pool_bytes)
         with self._copies:
             problem = self._context.shards.set(ready)
             self._update_epoch()
         if problem:
             self._counters.add("shards_refused")
             logger.warning("KVTier: serving without tiers: invalid slot layout: %s", problem)
-        elif welcome is not None and expected != self._span(welcome.pool_bytes):
-            self._use_pool(welcome)
+        elif welcome is not None and expected != self._pool.span(welcome.pool_bytes):
+            self._pool.use(welcome)
 
     def _update_epoch(self) -> None:
         """Copies are possible once a pool is attached and the layout of its slots is known."""
         welcome = self._welcome
-        pool = self._engine.pool
-        possible = pool is not None and self._context.shards.known and not self._suspended
-        if welcome is not None and pool is not None:
-            # Offsets of shards are relative to this range.
-            possible = possible and pool.span == self._context.shards.span(welcome.pool_bytes)
-        self._completions.epoch = welcome.epoch if welcome and possible else 0
-
-    def _map_pool(self, welcome: Welcome) -> None:
-        path, nbytes = Path(welcome.pool_path), welcome.pool_bytes
-        self._mapper.map(path, nbytes, self._span(nbytes), self.on_pool_ready)
-
-    def _span(self, pool_bytes: int) -> Span:
-        """The range of the pool to map: what tierd names, or has named for a pool of this size, or
-        will probably name."""
-        if self._context.shards.known:
-            self._told = pool_bytes, self._context.shards.span(pool_bytes)
-        told_bytes, told = self._told
-        return told if told_bytes == pool_bytes else self._mapper.expected(pool_bytes)
-
-    def _attach_pool(self, welcome: Welcome) -> bool:
-        """Uses the mapped pool if it is the one of this tierd."""
-        path, nbytes = Path(welcome.pool_path), welcome.pool_bytes
-        mapped = self._mapper.get(path, nbytes, self._span(nbytes))
-        if mapped is None:
-            return False
-        with self._copies:
-            if self._engine.pool is not mapped.pool:
-                self._engine.attach(mapped.pool)
-            self._context.generations.words = mapped.words
-            self._update_epoch()
-        return True
-
-    def _on_pool(self, ready: PoolReady) -> None:
-        if ready.problem:
-            self._counters.add("pool_failures")
-            logger.warning(
-                "KVTier: serving without tiers: the host pool cannot be used: %s", ready.problem
-            )
-        welcome = self._welcome
-        if welcome is None or self._attach_pool(welcome):
-            return
-        path, nbytes = Path(welcome.pool_path), welcome.pool_bytes
-        if not ready.problem or (ready.path, ready.nbytes, ready.span) != (
-            path,
-            nbytes,
-            self._span(nbytes),
-        ):
-            # It was requested for a previous tierd, or before tierd had named the range.
-            self._map_pool(welcome)
+        epoch = 0
+        if welcome is not None and self._pool.is_usable(welcome.pool_bytes):
+            epoch = 0 if self._suspended else welcome.epoch
+        self._completions.epoch = epoch
 
     def _on_lost(self, reason: str) -> None:
         self._counters.add("lost")
@@ -530,4 +476,4 @@ class TransferThread:
             with self._copies:
                 self._engine.close()
                 self._context.generations.words = None
-            self._mapper.close()
+            self._pool.close()

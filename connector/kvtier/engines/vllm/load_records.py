@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
 import numpy as np
 
-from kvtier.engines.common.jobs import LoadRuns
+from kvtier.engines.common.jobs import LoadRuns, Shape
 from kvtier.engines.common.request_state import RequestState
-from kvtier.engines.common.scheduler_stores import NULL_BLOCK
+from kvtier.planner import PartRun
 from kvtier.presence_table import Words
 from kvtier.store.types import MEMORY_BIT, RAM_BITS
 
@@ -129,7 +130,18 @@ def source_tier_bits(bits: Words) -> Words:
     return np.where(bits & RAM_BITS, MEMORY_BIT, bits & -bits)
 
 
-def have_blocks(runs: LoadRuns) -> bool:
+def target_runs(wanted: Sequence[PartRun], block_tables: Sequence[Sequence[int]]) -> LoadRuns:
+    """The blocks that are to be filled with ``wanted``, by the request's block tables."""
+    shapes: list[Shape] = []
+    blocks: list[int] = []
+    for run in wanted:
+        shapes += [(run.group, run.first, run.blocks)] * run.chunks
+        blocks += run.table_blocks(block_tables[run.group])
+    return LoadRuns(shapes, blocks)
+
+
+def have_blocks(wanted: Sequence[PartRun], blocks: Sequence[int]) -> bool:
     """Whether vLLM has allocated every block that is to be filled."""
-    wanted = sum(count for _, _, count in runs.shapes)
-    return len(runs.blocks) == wanted and NULL_BLOCK not in runs.blocks
+    expected = sum(run.chunks * run.blocks for run in wanted)
+    # The null block is 0. To compare it with each of thousands takes longer.
+    return len(blocks) == expected and all(blocks)

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from kvtier.engines.common.jobs import ArrivedKeys, BlockRun, LoadJob, LoadResult, LoadRuns
+from kvtier.engines.common.jobs import ArrivedKeys, BlockRun, LoadJob, LoadResult
 from kvtier.engines.common.request_state import PendingPromotion, RequestState
 from kvtier.engines.common.tierd_session import TierdSession
 from kvtier.engines.vllm.cost_estimates import CopyEstimator
-from kvtier.engines.vllm.load_records import ActiveLoad, LoadCounts, have_blocks
-from kvtier.planner import Part, Planner
-from kvtier.store.generations import unpack_location, unpack_locations
+from kvtier.engines.vllm.load_records import ActiveLoad, LoadCounts, have_blocks, target_runs
+from kvtier.planner import PartRun, Planner
+from kvtier.store.generations import unpack_locations
 from kvtier.tierd.wire import Arriving, Load, LoadReleased, Promoted
 
 LOAD_GRACE_SECONDS = 0.05
@@ -26,6 +26,14 @@ MIN_LOAD_TIMEOUT_SECONDS = 1.0
 """The data of a load is in RAM, so a busy machine must not turn it into a failure."""
 MIN_COPY_BYTES_PER_SECOND = 2 << 30
 """A load may take as long as copies at this rate, a fraction of what any GPU link delivers."""
+
+
+def _each(wanted: Sequence[PartRun], values: Sequence[int]) -> tuple[int, ...]:
+    """Of each part the value of its run."""
+    each: tuple[int, ...] = ()
+    for run, value in zip(wanted, values, strict=True):
+        each += (value,) * run.chunks
+    return each
 
 
 class LoadsInFlight:
@@ -71,30 +79,27 @@ class LoadsInFlight:
         now = self._clock()
         planner, session = self._planner, self._session
         end_tokens = state.computed_tokens + tokens
-        parts = planner.needed(state.computed_tokens, end_tokens)
+        wanted = planner.needed_runs(state.computed_tokens, end_tokens)
+        keys = sum(run.chunks for run in wanted)
         first = planner.chunks(state.computed_tokens)
         load_id = self._new_id()
-        # A prompt has hundreds of parts, and all other requests wait: one pass for each value.
-        blocks: list[int] = []
-        for group, _, _, block, count, _ in parts:
-            blocks += block_tables[group][block : block + count]
-        runs = LoadRuns([(part.group, part.first, part.blocks) for part in parts], blocks)
+        runs = target_runs(wanted, block_tables)
         timeout = MIN_LOAD_TIMEOUT_SECONDS
         if promotion is not None:
             timeout = max(timeout, promotion_ends_at + LOAD_GRACE_SECONDS - now)
         sizes = session.slot_bytes
-        object_bytes = tuple([sizes[part.group] for part in parts]) if sizes else ()
-        timeout += sum(object_bytes) / MIN_COPY_BYTES_PER_SECOND
-        slots: tuple[int, ...] = ()
-        generations: tuple[int, ...] = ()
-        if have_blocks(runs):
-            locations = self._locations(state, promotion, parts, end_tokens)
-            slots, generations = unpack_locations(locations)
+        if sizes:
+            timeout += sum(sizes[run.group] * run.chunks for run in wanted) / (
+                MIN_COPY_BYTES_PER_SECOND
+            )
+        if have_blocks(wanted, runs.blocks):
+            locations = self._locations(state, promotion, wanted, keys, end_tokens)
             reason = ""
-            arriving = promotion is not None and promotion.arriving and len(slots) < len(parts)
+            arriving = promotion is not None and promotion.arriving and len(locations) < keys
         else:
+            locations, arriving = [], False
             reason = "block_table"
-            arriving = False
+        slots, generations = unpack_locations(locations)
         self._jobs.append(
             LoadJob(
                 load_id,
@@ -114,15 +119,15 @@ class LoadsInFlight:
             state,
             first_chunk=first,
             end_chunk=-(-end_tokens // planner.chunk_tokens),
-            chunk_tokens=tuple([part.tokens for part in parts]),
+            chunk_tokens=_each(wanted, [run.tokens for run in wanted]),
             source_tiers=promotion.tiers if promotion is not None else (),
             ranks_unreported=planner.ranks,
             ranks_copying=planner.ranks,
-            keys_loaded=len(parts),
+            keys_loaded=keys,
             epoch=session.epoch,
             expires_at=now + timeout + REPORT_GRACE_SECONDS,
             failure=reason,
-            object_bytes=object_bytes,
+            object_bytes=_each(wanted, [sizes[run.group] for run in wanted]) if sizes else (),
             keys_named=len(slots),
         )
         if promotion is not None and arriving:
@@ -132,7 +137,7 @@ class LoadsInFlight:
         message = Load(
             load=load_id,
             promotion=promotion.promotion_id if promotion is not None else 0,
-            keys=state.wire_keys_of(parts),
+            keys=state.wire_keys_of(wanted),
             owner=session.owner(state),
         )
         # The load does not depend on it: tierd is asked not to evict what is being copied.
@@ -142,11 +147,12 @@ class LoadsInFlight:
         self,
         state: RequestState,
         promotion: PendingPromotion | None,
-        parts: Sequence[Part],
+        wanted: Sequence[PartRun],
+        keys: int,
         end_tokens: int,
     ) -> list[int]:
-        """Returns where the objects of ``parts`` are, up to the first one that is no longer in
-        RAM."""
+        """Returns where the objects of ``wanted``, which are ``keys``, are, up to the first one
+        that is no longer in RAM."""
         if promotion is not None:
             if promotion.end_tokens:
                 same = (promotion.computed_tokens, promotion.end_tokens) == (
@@ -154,14 +160,17 @@ class LoadsInFlight:
                     end_tokens,
                 )
             else:
-                same = bool(parts) and promotion.first_chunk == parts[0].chunk
+                same = bool(wanted) and promotion.first_chunk == wanted[0].chunk
             if same:
-                return list(promotion.locations[: promotion.usable_keys][: len(parts)])
-        keys = {
-            group: state.group_keys(group, self._hashes_per_chunk)
-            for group in {part.group for part in parts}
-        }
-        return self._session.replica.locations(keys[part.group][part.chunk] for part in parts)
+                return list(promotion.locations[: promotion.usable_keys][:keys])
+        locations: list[int] = []
+        for run in wanted:
+            of_group = state.group_keys(run.group, self._hashes_per_chunk)
+            found = self._session.replica.locations(of_group[run.chunk : run.chunk + run.chunks])
+            locations += found
+            if len(found) < run.chunks:
+                break
+        return locations
 
     def start_failing(self, state: RequestState, block_ids: Sequence[int]) -> None:
         """Queues a job that cannot succeed, after ``start`` raised: vLLM waits for a report.
@@ -216,19 +225,13 @@ class LoadsInFlight:
         """Tells the workers where further keys of a load are. ``first``: position of the first of
         ``locations``."""
         start, end = load.keys_named - first, len(load.chunk_tokens) - first
-        new = [unpack_location(location) for location in locations[max(start, 0) : end]]
+        new = locations[max(start, 0) : end]
         if start < 0 or (not new and not last):
             return
         load.source_tiers += tuple(tiers[start:end])
         load.keys_named += len(new)
-        self._arrived.append(
-            ArrivedKeys(
-                load.load_id,
-                tuple(slot for slot, _ in new),
-                tuple(generation for _, generation in new),
-                last,
-            )
-        )
+        slots, generations = unpack_locations(new)
+        self._arrived.append(ArrivedKeys(load.load_id, slots, generations, last))
 
     def take_arrived(self) -> tuple[ArrivedKeys, ...]:
         """Returns keys of loads in flight that have arrived, for the next step."""

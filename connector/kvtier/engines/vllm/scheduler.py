@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING
 from kvtier.config.models import Honour
 from kvtier.engines.common.hints import NO_HINTS
 from kvtier.engines.common.lora import AdapterDigests
+from kvtier.engines.common.referenced_blocks import BlockPool
 from kvtier.engines.common.request_state import RequestState, reads_no_cache
-from kvtier.engines.common.scheduler_stores import BlockPool, SchedulerStores
+from kvtier.engines.common.scheduler_stores import SchedulerStores
 from kvtier.engines.common.tierd_session import TierdSession
 from kvtier.engines.vllm.built_steps import BuiltStep, BuiltSteps
 from kvtier.engines.vllm.cost_estimates import PrefillEstimator, StepTokens
@@ -99,7 +100,7 @@ class KVTierConnectorScheduler:
 
     def bind_gpu_block_pool(self, pool: BlockPool) -> None:
         """Takes vLLM's block pool, in which the source blocks of stores are referenced."""
-        self.stores.pool = pool
+        self.stores.blocks.pool = pool
         self.weights.watch(pool)
         before_reset(pool, self.stores.give_back_blocks)
 
@@ -230,6 +231,7 @@ class KVTierConnectorScheduler:
         step, references = BuiltStep(self._step), self._references
         step_tokens, decode_tokens = StepTokens(), 0
         stores, states, chunk_tokens = self.stores, self._states, self._planner.chunk_tokens
+        may_be_stored = stores.conditions.may_be_stored
         may_store, windows = stores.can_plan(), bool(references.windows)
         # With hundreds of running requests, what is done for each of them is the cost of a step.
         for request_id, scheduled_tokens in output.num_scheduled_tokens.items():
@@ -258,7 +260,7 @@ class KVTierConnectorScheduler:
                 events.describe(state, self._planner.chunks(self._hashed_tokens(state)))
             if chunks > frontier.next_chunk:
                 step.requests.append((state, frontier.generation, tokens))
-                if may_store and stores.may_be_stored(state):
+                if may_store and may_be_stored(state):
                     storable = self._storable_chunks(state)
                     if storable > frontier.next_chunk and state.is_cacheable(self._adapters):
                         stores.plan(state, block_tables(state), storable, finished=False)
@@ -274,7 +276,7 @@ class KVTierConnectorScheduler:
         unreported = self._steps.add(step)
         if unreported:
             self.stores.on_step_executed(unreported, lambda state: 0)
-        if self.stores.pool is None and not self._missing_pool_logged:
+        if self.stores.blocks.pool is None and not self._missing_pool_logged:
             self._missing_pool_logged = True
             logger.warning("KVTier: storing nothing: this vLLM does not expose its block pool")
         ready = self.session.ready
@@ -339,7 +341,7 @@ class KVTierConnectorScheduler:
                 return
             self._begin_hook()
             self._take_weights(report)
-            self.stores.worker_epoch = report.attached_epoch
+            self.stores.conditions.worker_epoch = report.attached_epoch
             self.prefill.step_executed(report.step)
             self._steps.executed(report.step)
             self.stores.on_step_executed(report.step, self._final_chunks)

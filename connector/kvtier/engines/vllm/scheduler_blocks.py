@@ -13,8 +13,9 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from kvtier.engines.common.referenced_blocks import NULL_BLOCK
 from kvtier.engines.common.request_state import RequestState
-from kvtier.engines.common.scheduler_stores import NULL_BLOCK, SchedulerStores
+from kvtier.engines.common.scheduler_stores import SchedulerStores
 from kvtier.planner import GroupKind, Planner
 
 if TYPE_CHECKING:
