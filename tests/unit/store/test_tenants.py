@@ -7,6 +7,7 @@ from tests.unit.store.kept_objects import A, B, check_kept_objects
 from tests.unit.store.store_fixture import NAMESPACE, PAGE, StoreFixture, block_hash, live
 
 from kvtier.config.models import LiveTier
+from kvtier.store import allocator
 from kvtier.store.types import ChunkId, Owner
 from kvtier.tenants import MAX_TENANTS, OTHERS, TENANT_BYTES, TenantAccounts, tenant_id
 
@@ -95,6 +96,50 @@ def test_objects_in_use_are_not_evicted_for_the_share() -> None:
     fixture.store.release_load("e", load.load)
     fixture.put_prompt(10, owner=OF_A)
     assert in_ram(fixture, 0, 1, 2, 3, 10) == [0, 1, 2, 10]
+
+
+def test_what_anothers_object_protected_leaves_as_soon_as_that_one_is_evicted() -> None:
+    fixture = store_with_shares(100, 24)
+    fixture.put_prompt(*range(8), owner=OF_A)
+    fixture.put(8, previous=7, owner=OF_B)
+    fixture.settle()
+    fixture.store.configure(live(shares=(20, 20), disk=LiveTier(capacity_bytes=1 << 30)))
+    fixture.advance(0.11)
+    assert fixture.store.tenants() == {A: 8 * PAGE, B: PAGE}, "what another one needs was evicted"
+    chunk = 100
+    while in_ram(fixture, 8):
+        fixture.put(chunk)
+        check_kept_objects(fixture.store, fixture.clock.now)
+        fixture.settle()
+        fixture.advance(0.11)
+        chunk += 1
+    assert fixture.store.tenants() == {A: 4 * PAGE}
+
+
+def test_the_share_of_one_tenant_frees_what_another_one_has_above_its_share() -> None:
+    fixture = store_with_shares(100)
+    fixture.put_prompt(*range(6), owner=OF_A)
+    fixture.put(6, previous=5, owner=OF_B)
+    fixture.settle()
+    fixture.put_prompt(10, 11, 12, 13, owner=OF_B)
+    fixture.store.configure(live(shares=(10, 20), disk=LiveTier(capacity_bytes=1 << 30)))
+    fixture.pump()
+    check_kept_objects(fixture.store, fixture.clock.now)
+    assert fixture.store.tenants() == {A: 4 * PAGE, B: 4 * PAGE}
+
+
+def test_the_objects_above_shares_that_one_run_evicts_are_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(allocator, "ENFORCED_PER_RUN", 3)
+    fixture = store_with_shares(100)
+    fixture.put_prompt(*range(12), owner=OF_A)
+    fixture.store.configure(live(shares=(10, 20), disk=LiveTier(capacity_bytes=1 << 30)))
+    fixture.pump()
+    assert fixture.store.tenants() == {A: 9 * PAGE}
+    assert fixture.store.next_wake() == fixture.clock.now, "the rest would wait for another call"
+    fixture.advance(0.11)
+    assert fixture.store.tenants() == {A: 4 * PAGE}
 
 
 def test_a_store_that_is_not_delivered_returns_its_bytes() -> None:
