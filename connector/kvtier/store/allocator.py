@@ -165,8 +165,8 @@ class SlotAllocator:
         over = self._resident.accounts.over
         if over and victim.previous:
             before = self._resident.get(victim.namespace, victim.previous)
-            if before is not None and before.tenant in over:
-                self._unchecked[before.tenant] = None
+            if before is not None and before.account in over:
+                self._unchecked[before.account] = None
 
     def expire(self, entry: Entry) -> None:
         """Removes an object that nothing uses and that must not stay."""

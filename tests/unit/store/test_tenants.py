@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from tests.unit.store.kept_objects import A, B, check_kept_objects
+from tests.unit.store.kept_objects import A, B, C, check_kept_objects
 from tests.unit.store.store_fixture import NAMESPACE, PAGE, StoreFixture, block_hash, live
 
+from kvtier import tenants
 from kvtier.config.models import LiveTier
 from kvtier.store import allocator
 from kvtier.store.types import ChunkId, Owner
 from kvtier.tenants import MAX_TENANTS, OTHERS, TENANT_BYTES, TenantAccounts, tenant_id
+from kvtier.tiers.base import ObjectRef
 
 OF_A, OF_B = Owner(A), Owner(B)
 
@@ -181,6 +183,25 @@ def test_tenants_beyond_the_bound_share_one_account() -> None:
     accounts.remove((0).to_bytes(TENANT_BYTES, "big"), 1)
     accounts.remove(OTHERS, 5)
     assert accounts.account_of(b"new one.") == b"new one."
+
+
+def test_files_name_the_tenant_of_an_object_that_shares_an_account_in_ram(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tenants, "MAX_TENANTS", 2)
+    fixture = store_with_shares(50)
+    for chunk, tenant in enumerate((A, B, C)):
+        fixture.put_prompt(chunk, owner=Owner(tenant))
+    assert fixture.store.tenants() == {A: PAGE, B: PAGE, OTHERS: PAGE}
+    ref = ObjectRef(NAMESPACE, b"\0" + block_hash(2))
+    assert fixture.tier.objects[ref][1].tenant == C, "the file would count for no tenant"
+    fixture.restart()
+    fixture.engine()
+    fixture.tier.drop(ref.namespace, ref.key)
+    fixture.promote(2)
+    fixture.settle()
+    assert fixture.tier.objects[ref][1].tenant == C
+    check_kept_objects(fixture.store, fixture.clock.now)
 
 
 @pytest.mark.parametrize("policy", ["LRU", "ARC"])
