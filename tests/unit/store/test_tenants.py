@@ -8,7 +8,7 @@ from tests.unit.store.store_fixture import NAMESPACE, PAGE, StoreFixture, block_
 
 from kvtier import tenants
 from kvtier.config.models import LiveTier
-from kvtier.store import allocator
+from kvtier.store import allocator, operations
 from kvtier.store.types import ChunkId, Owner
 from kvtier.tenants import MAX_TENANTS, OTHERS, TENANT_BYTES, TenantAccounts, tenant_id
 from kvtier.tiers.base import ObjectRef
@@ -86,6 +86,22 @@ def test_a_promotion_brings_no_more_than_the_share_into_ram() -> None:
     assert end.usable == 4
     assert counted(fixture, "promotions_cut", "tenant_quota") == 1
     assert fixture.store.tenants() == {A: 4 * PAGE, B: 2 * PAGE}
+
+
+def test_promotions_side_by_side_bring_no_more_than_the_share_into_ram(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(operations, "MAX_PARALLEL", 1)
+    fixture = store_with_shares(10)
+    fixture.put_in_tier(*range(8))
+    promotions = [fixture.promote(*chunks, owner=OF_A) for chunks in (range(0, 4), range(4, 8))]
+    while fixture.io.run_all("read:"):
+        fixture.pump()
+        assert fixture.store.tenants()[A] <= 4 * PAGE, "a tenant is above its share"
+    usable = [fixture.ends(promotion)[0].usable for promotion in promotions]
+    assert sum(usable) == 4
+    assert min(usable) > 0
+    assert counted(fixture, "promotions_cut", "tenant_quota") == 3
 
 
 def test_objects_in_use_are_not_evicted_for_the_share() -> None:
