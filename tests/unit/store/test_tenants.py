@@ -94,7 +94,7 @@ def test_promotions_side_by_side_bring_no_more_than_the_share_into_ram(
     monkeypatch.setattr(operations, "MAX_PARALLEL", 1)
     fixture = store_with_shares(10)
     fixture.put_in_tier(*range(8))
-    promotions = [fixture.promote(*chunks, owner=OF_A) for chunks in (range(0, 4), range(4, 8))]
+    promotions = [fixture.promote(*chunks, owner=OF_A) for chunks in (range(4), range(4, 8))]
     while fixture.io.run_all("read:"):
         fixture.pump()
         assert fixture.store.tenants()[A] <= 4 * PAGE, "a tenant is above its share"
