@@ -167,7 +167,7 @@ class CheckedOrder:
     def next_of(self, tenant: bytes) -> Entry | None:
         found = self._inner.next_of(tenant)
         own = [
-            each for each, parked in self._parked.items() if each.tenant == tenant and not parked
+            each for each, parked in self._parked.items() if each.account == tenant and not parked
         ]
         followed = {(each.namespace, each.previous) for each in self._parked if each.previous}
         ends = [each for each in own if (each.namespace, each.key) not in followed]
@@ -182,7 +182,7 @@ class CheckedOrder:
     def count_of(self, tenant: bytes) -> tuple[int, int]:
         found = self._inner.count_of(tenant)
         if tenant:
-            own = [parked for each, parked in self._parked.items() if each.tenant == tenant]
+            own = [parked for each, parked in self._parked.items() if each.account == tenant]
             assert found == (len(own), own.count(False))
         return found
 

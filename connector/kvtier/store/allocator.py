@@ -61,6 +61,8 @@ class SlotAllocator:
         self._notices: dict[int, tuple[list[Entry], Timer]] = {}
         self._tokens = count(1)
         self._claimant: SlotClass | None = None
+        self._unchecked: dict[bytes, None] = {}
+        """Tenants above their share that may have something to evict."""
         self.busy = False
         """Whether the next ``run`` has something to do at once."""
 
@@ -141,15 +143,30 @@ class SlotAllocator:
                     found, most = victim, count
         return found
 
-    def _enforce_shares(self) -> None:
-        """Evicts what tenants have above their share: it was lowered, or reads have brought it."""
-        over, left = self._resident.accounts.over, ENFORCED_PER_RUN
-        for tenant in list(over):
-            while tenant in over and left > 0 and (victim := self._next_of(tenant)) is not None:
-                left -= 1
+    def _enforce_shares(self, at_most: int) -> int:
+        """Evicts what tenants have above their share: it was lowered, or reads have brought it.
+        Returns how many objects."""
+        over, number = self._resident.accounts.over, 0
+        while self._unchecked and number < at_most:
+            tenant = next(iter(self._unchecked))
+            del self._unchecked[tenant]
+            while tenant in over and number < at_most:
+                victim = self._next_of(tenant)
+                if victim is None:
+                    break
+                number += 1
                 self._context.count("tenant_evictions")
                 self._announce([victim])
-        self.busy = left <= 0
+        return number
+
+    def _note_unprotected(self, victim: Entry) -> None:
+        """An eviction has started: the object before its victim may belong to another tenant, which
+        is above its share and could not evict it until then."""
+        over = self._resident.accounts.over
+        if over and victim.previous:
+            before = self._resident.get(victim.namespace, victim.previous)
+            if before is not None and before.account in over:
+                self._unchecked[before.account] = None
 
     def expire(self, entry: Entry) -> None:
         """Removes an object that nothing uses and that must not stay."""
@@ -159,12 +176,16 @@ class SlotAllocator:
 
     def run(self) -> None:
         """Hands out free slots and evicts for expected demand. Repeats while that frees slots at
-        once."""
-        if self._resident.accounts.over or self.busy:
-            self._enforce_shares()
+        once, or evicts what protected objects of tenants above their shares."""
+        self._unchecked = dict.fromkeys(self._resident.accounts.over)
+        left = ENFORCED_PER_RUN - self._enforce_shares(ENFORCED_PER_RUN)
         for _ in range(MAX_ROUNDS):
-            if not self._round():
-                return
+            freed = self._round()
+            enforced = self._enforce_shares(left)
+            left -= enforced
+            if not freed and not enforced:
+                break
+        self.busy = left <= 0
 
     def _round(self) -> bool:
         self._drain()
@@ -340,6 +361,7 @@ class SlotAllocator:
             token = next(self._tokens)
             for entry in entries:
                 self._resident.begin_eviction(entry, token)
+                self._note_unprotected(entry)
             if self._index.is_open(namespace):
                 until = self._context.clock() + EVICTION_ACK_SECONDS
                 timer = self._context.timers.at(until, partial(self._finish, token, "timed_out"))

@@ -63,8 +63,8 @@ class Lifetimes:
             return
         pinned = [entry for entry in self._resident.entries() if entry.pinned_until]
         for entry in sorted(pinned, key=lambda each: -each.pinned_until):
-            tenant = self.pinned_by.get(entry.tenant, 0)
-            if self.pinned_bytes > self._limit_bytes or tenant > self._limit_of(entry.tenant):
+            tenant = self.pinned_by.get(entry.account, 0)
+            if self.pinned_bytes > self._limit_bytes or tenant > self._limit_of(entry.account):
                 self._unpin(entry, "limit")
 
     @property
@@ -114,7 +114,7 @@ class Lifetimes:
         if entry.unverified is not None or entry.evicting:
             self._context.count("pins_refused", "", "not_in_ram")
             return
-        size, tenant = entry.slot_bytes, entry.tenant
+        size, tenant = entry.slot_bytes, entry.account
         if self.pinned_bytes + size > self._limit_bytes:
             self._context.count("pins_refused", "", "tier_limit")
             return
@@ -133,11 +133,11 @@ class Lifetimes:
 
     def _forget_pin(self, entry: Entry) -> None:
         entry.pinned_until = 0.0
-        left = self.pinned_by[entry.tenant] - entry.slot_bytes
+        left = self.pinned_by[entry.account] - entry.slot_bytes
         if left:
-            self.pinned_by[entry.tenant] = left
+            self.pinned_by[entry.account] = left
         else:
-            del self.pinned_by[entry.tenant]
+            del self.pinned_by[entry.account]
 
     def _removed(self, entry: Entry) -> None:
         """The object leaves RAM."""

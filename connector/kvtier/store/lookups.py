@@ -69,7 +69,7 @@ class _KeyLookup:
 
 class _Lookup:
     """One lookup, which has come to the key at ``position``. ``waiting``: calls for the present
-    keys that have not returned."""
+    keys that have not returned, in the order in which they were made."""
 
     __slots__ = (
         "asked", "done", "ended", "keys", "namespace", "position", "timers", "waiting", "width",
@@ -82,7 +82,7 @@ class _Lookup:
         self.position = 0
         self.width = 1
         self.asked: list[SecondaryTier] = []
-        self.waiting: set[_KeyLookup] = set()
+        self.waiting: dict[_KeyLookup, None] = {}
         self.timers: list[Timer] = []
         self.ended = False
 
@@ -140,7 +140,7 @@ class TierLookups:
                 pace.asked_at = context.clock()
                 pace.calls += 1
                 one = _KeyLookup(lookup, secondary, ObjectRef(lookup.namespace, key))
-                lookup.waiting.add(one)
+                lookup.waiting[one] = None
                 work = partial(secondary.tier.probe, one.ref)
                 one.call = IoCall(context.clock, work, partial(self._returned, one))
         for one in list(lookup.waiting):
@@ -164,7 +164,7 @@ class TierLookups:
                 self._index.change(one.ref.namespace, one.ref.key, secondary.bit, True)
         else:
             self._context.count("tier_lookups", secondary.name, "absent")
-        lookup.waiting.discard(one)
+        lookup.waiting.pop(one, None)
         if not lookup.ended and not lookup.waiting:
             self._go_on(lookup)
 
@@ -196,7 +196,7 @@ class TierLookups:
             return
         lookup.asked.remove(secondary)
         for one in [each for each in lookup.waiting if each.secondary is secondary]:
-            lookup.waiting.remove(one)
+            del lookup.waiting[one]
             self._context.count("tier_lookups", secondary.name, "timed_out")
             pace = self._paces[secondary]
             if one.call is not None and one.call.revoke():

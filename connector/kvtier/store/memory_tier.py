@@ -344,7 +344,7 @@ class ResidentObjects:
         order = self.order(slot.segment.kind)
         order.admit(entry)
         self._restore_rank(entry, order)
-        self.accounts.add(entry.tenant, entry.slot_bytes)
+        self.accounts.add(entry.account, entry.slot_bytes)
         self._context.record(entry)
         if entry.unverified is None:
             entry.generation = self._context.generations.complete(slot.offset)
@@ -442,7 +442,7 @@ class ResidentObjects:
         dropped it."""
         self._context.count("evictions_cancelled")
         entry.evicting = 0
-        self.accounts.add(entry.tenant, entry.slot_bytes)
+        self.accounts.add(entry.account, entry.slot_bytes)
         order = self._orders[entry.slot_bytes]
         order.offer(entry)
         if entry.retained_until:
@@ -455,7 +455,7 @@ class ResidentObjects:
             )
 
     def _remove_bytes(self, entry: Entry) -> None:
-        self.accounts.remove(entry.tenant, entry.slot_bytes)
+        self.accounts.remove(entry.account, entry.slot_bytes)
         if self._on_removed is not None:
             self._on_removed(entry)
 

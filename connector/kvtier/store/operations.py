@@ -48,10 +48,11 @@ class KeyWaiter(Protocol):
 class Reservation:
     """One open reservation. ``acknowledged``: ranks that have delivered or aborted. A reservation
     that is ``cancelled`` is not committed. ``previous``: key of the chunk before it, or empty.
-    ``tenant``: the account that its bytes belong to until then. ``tiers``: those that the requests
+    ``account``: the account that its bytes belong to until then. ``tiers``: those that the requests
     which store it let it be stored in; 0: all."""
 
     __slots__ = (
+        "account",
         "acknowledged",
         "cancelled",
         "group",
@@ -62,7 +63,6 @@ class Reservation:
         "persistent",
         "previous",
         "slot",
-        "tenant",
         "tiers",
     )
 
@@ -77,7 +77,7 @@ class Reservation:
         self.previous = b""
         self.slot = slot
         self.owner = NO_OWNER
-        self.tenant = b""
+        self.account = b""
         self.tiers = 0
         self.cancelled = False
         self.acknowledged: set[int] = set()
@@ -166,13 +166,13 @@ class Read:
     * ``late``: the read has been charged to the tier as hung.
     * ``previous``: key of the chunk before it in its prefix, or empty.
     * ``failed_bits``: bits of the tiers that failed to provide the key.
-    * ``owner``: of the request that it was started for. ``tenant``: the account that its slot
+    * ``owner``: of the request that it was started for. ``account``: the account that its slot
       belongs to.
     """
 
     __slots__ = (
-        "batch", "call", "created_at", "due_at", "failed_bits", "geometry", "key", "late",
-        "namespace", "owner", "previous", "request", "secondary", "slot", "tenant", "timer",
+        "account", "batch", "call", "created_at", "due_at", "failed_bits", "geometry", "key",
+        "late", "namespace", "owner", "previous", "request", "secondary", "slot", "timer",
         "waiters",
     )  # fmt: skip
 
@@ -191,7 +191,7 @@ class Read:
         self.created_at = now
         self.previous = b""
         self.owner = NO_OWNER
-        self.tenant = b""
+        self.account = b""
         self.batch: Batch | None = None
         self.due_at: float | None = None
         self.request: SlotRequest | None = None

@@ -31,7 +31,7 @@ from kvtier.store.selection import (
     LoadPlanner,
     PrefixSources,
 )
-from kvtier.store.state import Entry
+from kvtier.store.state import Entry, ObjectGeometry
 from kvtier.store.tier_group import TierGroup
 from kvtier.store.tier_reads import TierReads
 from kvtier.store.types import (
@@ -429,13 +429,13 @@ class Promotions:
         read = self._reads.get(engine.namespace, key)
         if read is None:
             secondary = self._tiers.best_for(engine.namespace, key)
-            if secondary is None:
+            geometry = engine.geometries[promotion.groups[position]]
+            if secondary is None or not self._has_tenant_room(promotion, geometry):
                 return False
             batch = promotion.batches.get(secondary)
             if batch is None:
                 batch = secondary.model.begin(self._context.clock(), promotion.parallel)
                 promotion.batches[secondary] = batch
-            geometry = engine.geometries[promotion.groups[position]]
             read = self._reads.start(
                 engine.namespace, key, geometry, secondary, batch, promotion.owner
             )
@@ -449,6 +449,15 @@ class Promotions:
         promotion.reads[position] = read
         self._reads.wait(read, _PromotionKey(self, promotion, position))
         return True
+
+    def _has_tenant_room(self, promotion: Promotion, geometry: ObjectGeometry) -> bool:
+        """Whether the tenant's share has room for one more read. Since this promotion was planned,
+        others may have taken what it found."""
+        tenant = self._resident.accounts.account_of(promotion.owner.tenant)
+        if not tenant or self._allocator.tenant_room(tenant) >= geometry.kind.slot_bytes:
+            return True
+        self._context.count("promotions_cut", "", "tenant_quota")
+        return False
 
     def key_arrived(
         self, promotion: Promotion, position: int, entry: Entry, tier_index: int

@@ -178,7 +178,8 @@ class RecoveredObjects:
                 continue
             entry = Entry(record.namespace, record.key, slot, (), True)
             entry.unverified = record
-            entry.tenant = self._resident.accounts.account_of(record.tenant)
+            entry.tenant = record.tenant
+            entry.account = self._resident.accounts.account_of(record.tenant)
             entry.expires_at = record.expires_at
             entry.tiers = record.tiers
             entry.previous = self._marked.get((record.namespace, record.previous), b"")

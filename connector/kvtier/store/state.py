@@ -146,7 +146,8 @@ class Entry:
     * ``busy``: bits of the secondary tiers that the object is being written to; bit 0 while its
       checksum is computed.
     * ``generation``: the slot's generation word; 0 while the object is unverified.
-    * ``tenant``: account that its bytes belong to; empty if to no tenant.
+    * ``tenant``: whom it belongs to, here and in secondary tiers; empty if to no tenant.
+      ``account``: the account that its bytes in RAM belong to.
     * ``tiers``: bits of the only tiers that the requests which stored or used it let it be stored
       in, the memory tier's included; 0: all.
     * ``expires_at``: when it must no longer be used, in seconds of the wall clock; 0: never.
@@ -157,6 +158,7 @@ class Entry:
     """
 
     __slots__ = (
+        "account",
         "busy",
         "due_at",
         "evicting",
@@ -197,6 +199,7 @@ class Entry:
         self.busy = 0
         self.generation = 0
         self.tenant = b""
+        self.account = b""
         self.tiers = 0
         self.expires_at = 0
         self.retained_until = 0.0

@@ -82,7 +82,7 @@ def _identify(entry: Entry) -> tuple[str, bytes]:
 
 
 def _tenant(entry: Entry) -> bytes:
-    return entry.tenant
+    return entry.account
 
 
 def _previous(entry: Entry) -> tuple[str, bytes] | None:

@@ -84,8 +84,8 @@ class TierReads:
         read = Read(namespace, key, geometry, secondary, self._context.clock())
         self._reads[namespace, key] = read
         read.owner = owner
-        read.tenant = self._resident.accounts.account_of(owner.tenant)
-        self._resident.accounts.add(read.tenant, geometry.kind.slot_bytes)
+        read.account = self._resident.accounts.account_of(owner.tenant)
+        self._resident.accounts.add(read.account, geometry.kind.slot_bytes)
         slot = self._pool.take(geometry.kind, SlotState.READING)
         if slot is None:
             read.request = SlotRequest(geometry.kind, partial(self._receive_slot, read))
@@ -284,8 +284,8 @@ class TierReads:
             entry.tiers = MEMORY_BIT | MEMORY_BIT << read.secondary.index
         read.slot = None
         self._forget(read)
-        tenant = meta.tenant or read.owner.tenant
-        entry.tenant = self._resident.accounts.account_of(tenant)
+        entry.tenant = meta.tenant or read.owner.tenant
+        entry.account = self._resident.accounts.account_of(entry.tenant)
         self._resident.commit(entry)
         self._lifetimes.used(entry, read.owner)
         self._hand_over(read, entry, read.secondary.index)
@@ -337,4 +337,4 @@ class TierReads:
         read.stop_timer()
         read.request = None
         del self._reads[read.namespace, read.key]
-        self._resident.accounts.remove(read.tenant, read.geometry.kind.slot_bytes)
+        self._resident.accounts.remove(read.account, read.geometry.kind.slot_bytes)

@@ -113,12 +113,12 @@ class Reservations:
         if not self._allocator.make_tenant_room(tenant, size, previous):
             self._context.count("stores_cancelled", "", "tenant_quota")
             return False
-        reservation.tenant = tenant
+        reservation.account = tenant
         self._accounts.add(tenant, size)
         return True
 
     def _return_tenant_bytes(self, reservation: Reservation) -> None:
-        self._accounts.remove(reservation.tenant, reservation.slot.segment.kind.slot_bytes)
+        self._accounts.remove(reservation.account, reservation.slot.segment.kind.slot_bytes)
 
     def _is_superfluous(self, namespace: str, key: bytes, previous: bytes, owner: Owner) -> bool:
         entry = self._resident.get(namespace, key)
@@ -212,7 +212,8 @@ class Reservations:
             reservation.namespace, reservation.key, reservation.slot, shards, reservation.persistent
         )
         entry.previous = reservation.previous
-        entry.tenant, entry.tiers = reservation.tenant, reservation.tiers
+        entry.tenant, entry.account = reservation.owner.tenant, reservation.account
+        entry.tiers = reservation.tiers
         if entry.persistent and self._seen.note(entry.namespace, entry.key):
             # It occurs again, after it has left RAM.
             entry.uses = 2

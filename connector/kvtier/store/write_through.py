@@ -33,7 +33,6 @@ from kvtier.store.secondary_tier import SecondaryTiers, WriteBudget, reason_of
 from kvtier.store.state import Entry
 from kvtier.store.tier_group import SecondaryTier
 from kvtier.store.types import MEMORY_BIT
-from kvtier.tenants import OTHERS
 from kvtier.tiers.base import ObjectMeta, Payload
 from kvtier.tiers.checksum import Checksum
 from kvtier.tiers.pieces import shards_of, writer_of
@@ -274,7 +273,7 @@ class WriteThrough:
             meta = replace(
                 meta,
                 previous=entry.previous or meta.previous,
-                tenant=entry.tenant if entry.tenant != OTHERS else meta.tenant,
+                tenant=entry.tenant,
                 expires_at=entry.expires_at,
                 limited=bool(entry.tiers),
             )

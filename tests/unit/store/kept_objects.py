@@ -53,11 +53,11 @@ def check_accounts(store: TierStore) -> None:
     held: Counter[bytes] = Counter()
     for entry in store._resident.entries():
         if not entry.evicting:
-            held[entry.tenant] += entry.slot_bytes
+            held[entry.account] += entry.slot_bytes
     for reservation in store._reservations._open.values():
-        held[reservation.tenant] += reservation.slot.segment.kind.slot_bytes
+        held[reservation.account] += reservation.slot.segment.kind.slot_bytes
     for read in store._promotions._reads._reads.values():
-        held[read.tenant] += read.geometry.kind.slot_bytes
+        held[read.account] += read.geometry.kind.slot_bytes
     held.pop(b"", None)
     accounts = store._resident.accounts
     assert accounts.held == dict(held)
@@ -80,7 +80,7 @@ def check_pins(store: TierStore) -> None:
         if entry.pinned_until:
             assert not entry.evicting, "a pinned object is being evicted"
             assert entry.due_at, "a pin never ends"
-            pinned[entry.tenant] += entry.slot_bytes
+            pinned[entry.account] += entry.slot_bytes
     assert lifetimes.pinned_by == dict(pinned)
     percent = lifetimes._max_pinned_percent
     assert sum(pinned.values()) <= store._pool_bytes * percent // 100

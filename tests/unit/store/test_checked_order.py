@@ -16,14 +16,14 @@ class _Object:
     key: bytes
     previous: bytes = b""
     namespace: str = "n"
-    tenant: bytes = b""
+    account: bytes = b""
 
 
 def checked() -> CheckedOrder:
     inner = LruPolicy[Any, Any](
         lambda each: (each.namespace, each.key),
         lambda each: (each.namespace, each.previous) if each.previous else None,
-        tenant=lambda each: each.tenant,
+        tenant=lambda each: each.account,
     )
     return CheckedOrder(inner)
 

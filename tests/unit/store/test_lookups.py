@@ -85,6 +85,14 @@ class LookupFixture(StoreFixture):
         return self.counters.values.get((name, "disk", reason), 0)
 
 
+def test_keys_are_looked_up_in_the_order_of_the_prompt() -> None:
+    fixture = LookupFixture()
+    fixture.shared.store_elsewhere(*range(20))
+    fixture.look_up(*range(20))
+    fixture.settle("lookup:")
+    assert fixture.shared.probed == [b"\0" + block_hash(chunk) for chunk in range(20)]
+
+
 def test_a_key_that_another_process_has_stored_is_found_and_loaded() -> None:
     fixture = LookupFixture()
     fixture.shared.store_elsewhere(*range(20))

@@ -713,13 +713,16 @@ class StoreMachine(RuleBasedStateMachine):
         data=st.data(),
         start=st.sampled_from((0, 0, 4, 8)),
         chunks=st.integers(1, 5),
-        owner=st.sampled_from(OWNERS),
+        owners=st.lists(st.sampled_from(OWNERS), min_size=1, max_size=3),
     )
-    def store_prefix(self, data: st.DataObject, start: int, chunks: int, owner: Owner) -> None:
-        """A prefix is stored as far as credits go, without anything going wrong."""
+    def store_prefix(
+        self, data: st.DataObject, start: int, chunks: int, owners: list[Owner]
+    ) -> None:
+        """A prefix is stored as far as credits go, without anything going wrong. Requests of
+        several tenants may share it."""
         engine = data.draw(st.sampled_from(list(self.engines.values())))
-        for chunk in range(start, start + chunks):
-            self.store_chunk(engine, chunk, owner)
+        for number, chunk in enumerate(range(start, start + chunks)):
+            self.store_chunk(engine, chunk, owners[number % len(owners)])
 
     @precondition(lambda self: self.engines)
     @rule(data=st.data(), rounds=st.integers(1, 20), owner=st.sampled_from(OWNERS))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from tests.unit.store.kept_objects import A, B, check_kept_objects
+from tests.unit.store.kept_objects import A, B, C, check_kept_objects
 from tests.unit.store.store_fixture import NAMESPACE, PAGE, StoreFixture, block_hash, live
 
+from kvtier import tenants
 from kvtier.config.models import LiveTier
+from kvtier.store import allocator, operations
 from kvtier.store.types import ChunkId, Owner
 from kvtier.tenants import MAX_TENANTS, OTHERS, TENANT_BYTES, TenantAccounts, tenant_id
+from kvtier.tiers.base import ObjectRef
 
 OF_A, OF_B = Owner(A), Owner(B)
 
@@ -85,6 +88,22 @@ def test_a_promotion_brings_no_more_than_the_share_into_ram() -> None:
     assert fixture.store.tenants() == {A: 4 * PAGE, B: 2 * PAGE}
 
 
+def test_promotions_side_by_side_bring_no_more_than_the_share_into_ram(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(operations, "MAX_PARALLEL", 1)
+    fixture = store_with_shares(10)
+    fixture.put_in_tier(*range(8))
+    promotions = [fixture.promote(*chunks, owner=OF_A) for chunks in (range(4), range(4, 8))]
+    while fixture.io.run_all("read:"):
+        fixture.pump()
+        assert fixture.store.tenants()[A] <= 4 * PAGE, "a tenant is above its share"
+    usable = [fixture.ends(promotion)[0].usable for promotion in promotions]
+    assert sum(usable) == 4
+    assert min(usable) > 0
+    assert counted(fixture, "promotions_cut", "tenant_quota") == 3
+
+
 def test_objects_in_use_are_not_evicted_for_the_share() -> None:
     fixture = store_with_shares(10)
     fixture.put_prompt(0, 1, 2, 3, owner=OF_A)
@@ -95,6 +114,50 @@ def test_objects_in_use_are_not_evicted_for_the_share() -> None:
     fixture.store.release_load("e", load.load)
     fixture.put_prompt(10, owner=OF_A)
     assert in_ram(fixture, 0, 1, 2, 3, 10) == [0, 1, 2, 10]
+
+
+def test_what_anothers_object_protected_leaves_as_soon_as_that_one_is_evicted() -> None:
+    fixture = store_with_shares(100, 24)
+    fixture.put_prompt(*range(8), owner=OF_A)
+    fixture.put(8, previous=7, owner=OF_B)
+    fixture.settle()
+    fixture.store.configure(live(shares=(20, 20), disk=LiveTier(capacity_bytes=1 << 30)))
+    fixture.advance(0.11)
+    assert fixture.store.tenants() == {A: 8 * PAGE, B: PAGE}, "what another one needs was evicted"
+    chunk = 100
+    while in_ram(fixture, 8):
+        fixture.put(chunk)
+        check_kept_objects(fixture.store, fixture.clock.now)
+        fixture.settle()
+        fixture.advance(0.11)
+        chunk += 1
+    assert fixture.store.tenants() == {A: 4 * PAGE}
+
+
+def test_the_share_of_one_tenant_frees_what_another_one_has_above_its_share() -> None:
+    fixture = store_with_shares(100)
+    fixture.put_prompt(*range(6), owner=OF_A)
+    fixture.put(6, previous=5, owner=OF_B)
+    fixture.settle()
+    fixture.put_prompt(10, 11, 12, 13, owner=OF_B)
+    fixture.store.configure(live(shares=(10, 20), disk=LiveTier(capacity_bytes=1 << 30)))
+    fixture.pump()
+    check_kept_objects(fixture.store, fixture.clock.now)
+    assert fixture.store.tenants() == {A: 4 * PAGE, B: 4 * PAGE}
+
+
+def test_the_objects_above_shares_that_one_run_evicts_are_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(allocator, "ENFORCED_PER_RUN", 3)
+    fixture = store_with_shares(100)
+    fixture.put_prompt(*range(12), owner=OF_A)
+    fixture.store.configure(live(shares=(10, 20), disk=LiveTier(capacity_bytes=1 << 30)))
+    fixture.pump()
+    assert fixture.store.tenants() == {A: 9 * PAGE}
+    assert fixture.store.next_wake() == fixture.clock.now, "the rest would wait for another call"
+    fixture.advance(0.11)
+    assert fixture.store.tenants() == {A: 4 * PAGE}
 
 
 def test_a_store_that_is_not_delivered_returns_its_bytes() -> None:
@@ -136,6 +199,25 @@ def test_tenants_beyond_the_bound_share_one_account() -> None:
     accounts.remove((0).to_bytes(TENANT_BYTES, "big"), 1)
     accounts.remove(OTHERS, 5)
     assert accounts.account_of(b"new one.") == b"new one."
+
+
+def test_files_name_the_tenant_of_an_object_that_shares_an_account_in_ram(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tenants, "MAX_TENANTS", 2)
+    fixture = store_with_shares(50)
+    for chunk, tenant in enumerate((A, B, C)):
+        fixture.put_prompt(chunk, owner=Owner(tenant))
+    assert fixture.store.tenants() == {A: PAGE, B: PAGE, OTHERS: PAGE}
+    ref = ObjectRef(NAMESPACE, b"\0" + block_hash(2))
+    assert fixture.tier.objects[ref][1].tenant == C, "the file would count for no tenant"
+    fixture.restart()
+    fixture.engine()
+    fixture.tier.drop(ref.namespace, ref.key)
+    fixture.promote(2)
+    fixture.settle()
+    assert fixture.tier.objects[ref][1].tenant == C
+    check_kept_objects(fixture.store, fixture.clock.now)
 
 
 @pytest.mark.parametrize("policy", ["LRU", "ARC"])

@@ -170,5 +170,4 @@ TestAnnouncements.settings = settings(
     stateful_step_count=20,
     deadline=None,
     suppress_health_check=list(HealthCheck),
-    derandomize=True,
 )

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.unit.tiers.test_file_tier import path_of
@@ -94,6 +95,42 @@ def test_what_follows_all_that_the_tenant_holds_is_refused(tmp_path: Path) -> No
         assert tier.tenants() == {A: 3 * SIZE}
         tier.write(ref, payload, replace(meta, tenant=B))
         assert held(tier, range(10)) == [0, 1, 2, 3]
+
+
+def test_a_file_counts_once_when_it_is_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path, 3) as tier:
+        publish, counted = tier._index.publish, []
+
+        def then_maintain(*arguments: Any) -> bool:
+            found = publish(*arguments)
+            counted.append(tier.tenants()[A])
+            tier.maintain()
+            return found
+
+        monkeypatch.setattr(tier._index, "publish", then_maintain)
+        put(tier, range(3), A)
+        assert counted == [SIZE, 2 * SIZE, 3 * SIZE]
+        assert held(tier, range(3)) == [0, 1, 2], "an object within the share was removed"
+
+
+def test_a_file_that_a_scan_finds_before_it_is_published_counts_for_its_tenant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path, 3) as tier:
+        publish = tier._index.publish
+
+        def found_by_a_scan(namespace: str, key: bytes, size: int, *arguments: Any) -> bool:
+            tier._index.add_discovered(namespace, key, size)
+            return publish(namespace, key, size, *arguments)
+
+        monkeypatch.setattr(tier._index, "publish", found_by_a_scan)
+        put(tier, range(2), A)
+        assert tier.tenants() == {A: 2 * SIZE}
+        assert tier._index.unknown == 0
+        put(tier, range(10, 13), A)
+        assert on_disk(tmp_path) == 3
 
 
 def test_the_tenants_are_known_after_a_restart_and_a_lowered_share_is_reached(

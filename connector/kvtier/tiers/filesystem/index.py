@@ -19,6 +19,7 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -63,6 +64,15 @@ class SavedObject(NamedTuple):
     often: bool
     facts: ObjectFacts | None = None
     uses: int = 0
+
+
+@dataclass(slots=True)
+class TenantClaim:
+    """Bytes of a file that is being written, which count for an account of the index until they are
+    given back."""
+
+    account: bytes
+    size_bytes: int
 
 
 def age_rank(used_at: float) -> float:
@@ -269,20 +279,25 @@ class Index:
         """What one tenant may hold."""
         return self._accounts.limit_bytes
 
-    def claim(self, tenant: bytes, size_bytes: int) -> bytes | None:
-        """Charges a file that is about to be written to its tenant's share, until ``unclaim``.
-        Returns the account; None if there is no room."""
+    def claim(self, tenant: bytes, size_bytes: int) -> TenantClaim | None:
+        """Charges a file that is about to be written to its tenant's share, until ``publish`` or
+        ``unclaim``. None if there is no room."""
         with self._lock:
             account = self._accounts.account_of(tenant)
             if self._accounts.room(account) < size_bytes:
                 return None
             self._accounts.add(account, size_bytes)
-            return account
+            return TenantClaim(account, size_bytes)
 
-    def unclaim(self, account: bytes, size_bytes: int) -> None:
-        """The file has been published, or was not."""
+    def unclaim(self, claim: TenantClaim) -> None:
+        """The file was not published. No effect if it was."""
         with self._lock:
-            self._accounts.remove(account, size_bytes)
+            self._give_back(claim)
+
+    def _give_back(self, claim: TenantClaim) -> None:
+        """Needs the lock."""
+        self._accounts.remove(claim.account, claim.size_bytes)
+        claim.size_bytes = 0
 
     def oldest_of(self, tenant: bytes) -> tuple[str, bytes] | None:
         """The object of a tenant to evict next, which stays indexed; None if there is none."""
@@ -355,6 +370,8 @@ class Index:
             if missing > 0:
                 self._expires_at.extend((0,) * missing)
             self._expires_at[node] = min(facts.expires_at, _MAX_TIME)
+        elif node < len(self._expires_at):
+            self._expires_at[node] = 0
         account = self._accounts.account_of(facts.tenant)
         before = self._tenants[self._order.group_of(node)]
         if account == before:
@@ -424,14 +441,16 @@ class Index:
         size_bytes: int,
         previous: bytes = b"",
         facts: ObjectFacts = NO_FACTS,
+        claim: TenantClaim | None = None,
     ) -> bool:
         """A reserved file has its final name. True if the object is new to the index.
 
-        ``previous``: key of the object that precedes it in its prefix, if that is known.
+        ``previous``: key of the object that precedes it in its prefix, if that is known. ``claim``:
+        what the file was charged, which is given back. At no time does it count twice.
         """
         with self._lock:
             self._reserved_bytes -= size_bytes
-        return self._add(namespace, key, size_bytes, previous, facts)
+        return self._add(namespace, key, size_bytes, previous, facts, claim)
 
     def add(self, namespace: str, key: bytes, size_bytes: int, previous: bytes = b"") -> bool:
         """An object exists and was used. True if it is new to the index. ``previous``: as for
@@ -445,6 +464,7 @@ class Index:
         size_bytes: int,
         previous: bytes,
         facts: ObjectFacts | None,
+        claim: TenantClaim | None = None,
     ) -> bool:
         displaced: list[tuple[str, bytes]] = []
         with self._lock:
@@ -452,10 +472,14 @@ class Index:
             if node:
                 self._use(namespace, node, previous)
                 self._resize(node, size_bytes)
+                # A scan may have found the file before its writer comes to this.
+                self._learn(node, facts)
             else:
                 while self._count >= self._max_objects:
                     displaced.append(self._displace())
                 self._learn(self._enter(namespace, key, size_bytes, previous), facts)
+            if claim is not None:
+                self._give_back(claim)
         for displaced_namespace, displaced_key in displaced:
             self._on_displaced(displaced_namespace, displaced_key)
         return not node

@@ -25,7 +25,7 @@ from kvtier.tenants import UNLIMITED, share_bytes
 from kvtier.tiers.base import NO_FACTS, ObjectMeta, ObjectRef, TierLimits
 from kvtier.tiers.filesystem import io
 from kvtier.tiers.filesystem.format import HEADER_BYTES, facts_of
-from kvtier.tiers.filesystem.index import Index
+from kvtier.tiers.filesystem.index import Index, TenantClaim
 from kvtier.tiers.filesystem.io import GONE
 from kvtier.tiers.filesystem.walker import object_path
 
@@ -75,24 +75,24 @@ class TenantShares:
             self._removed[name] += 1
 
     @contextlib.contextmanager
-    def claimed(self, ref: ObjectRef, meta: ObjectMeta, size_bytes: int) -> Iterator[None]:
-        """Charges a file to its tenant's share while it is written, and makes room for it.
+    def claimed(self, ref: ObjectRef, meta: ObjectMeta, size_bytes: int) -> Iterator[TenantClaim]:
+        """Charges a file to its tenant's share until it is published, and makes room for it.
 
         Raises ``TierQuotaError`` if there is none: the tenant's other objects are being written, or
         the file follows all of them.
         """
-        account = self._claim(ref, meta, size_bytes)
+        claim = self._claim(ref, meta, size_bytes)
         try:
-            yield
+            yield claim
         finally:
-            self._index.unclaim(account, size_bytes)
+            self._index.unclaim(claim)
 
-    def _claim(self, ref: ObjectRef, meta: ObjectMeta, size_bytes: int) -> bytes:
+    def _claim(self, ref: ObjectRef, meta: ObjectMeta, size_bytes: int) -> TenantClaim:
         if size_bytes <= self._index.tenant_limit_bytes:
             for _ in range(REMOVED_PER_ROUND):
-                account = self._index.claim(meta.tenant, size_bytes)
-                if account is not None:
-                    return account
+                claim = self._index.claim(meta.tenant, size_bytes)
+                if claim is not None:
+                    return claim
                 victim = self._index.oldest_of(meta.tenant)
                 if victim is None or victim == (ref.namespace, meta.previous):
                     break

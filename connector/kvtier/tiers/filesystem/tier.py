@@ -359,7 +359,7 @@ class FileSystemTier(Tier):
             write = self._files.writer(ref, payload, meta, self._limits.sync_data)
         except ValueError as error:
             raise TierUnavailableError(f"{self._path(ref)}: {error}") from error
-        with self._tenants.claimed(ref, meta, size):
+        with self._tenants.claimed(ref, meta, size) as claim:
             self._index.reserve(size)
             try:
                 if replaces:
@@ -373,7 +373,7 @@ class FileSystemTier(Tier):
                 self._index.release(size)
                 raise self._write_error(error) from error
             facts = ObjectFacts(meta.tenant, meta.expires_at)
-            is_new = self._index.publish(ref.namespace, ref.key, size, meta.previous, facts)
+            is_new = self._index.publish(ref.namespace, ref.key, size, meta.previous, facts, claim)
         self._announcements.published(ref.namespace, ref.key, size, meta.previous)
         if self._unusable.discard(ref) or is_new:
             self._on_change(ref.namespace, ref.key, True)
