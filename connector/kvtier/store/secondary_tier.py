@@ -86,7 +86,9 @@ def _members(
         place = TierPlace(index, tier.name, "" if part is tier else part.name)
         breaker = TierBreaker(live.breaker.failure_threshold, now)
         count = threads.get(f"read:{place.lane}", DEFAULT_THREADS)
-        yield SecondaryTier(place, part, settings, count, breaker, now)
+        found = SecondaryTier(place, part, settings, count, breaker, now)
+        found.write_threads = threads.get(f"write:{place.lane}", DEFAULT_THREADS)
+        yield found
 
 
 def reason_of(error: BaseException) -> str:
@@ -224,6 +226,19 @@ class SecondaryTiers:
         if opened:
             self._suspend(secondary)
 
+    def note_late_writes(self, secondary: SecondaryTier, number: int, *, stuck: bool) -> None:
+        """So many more writes have taken too long and are still running. ``stuck``: no other write
+        of this one runs, and some wait for it."""
+        secondary.late_writes += number
+        secondary.last_error = (
+            f"late: a write has taken more than {secondary.late_write_seconds:.3g} s"
+        )
+        # Without another volume that takes them, they would only wait elsewhere.
+        several = len(self.group_of(secondary).members) > 1
+        hung = stuck or 2 * secondary.late_writes >= secondary.write_threads
+        if several and hung and secondary.breaker.trip("hung", self._context.clock()):
+            self._suspend(secondary)
+
     def _suspend(self, secondary: SecondaryTier) -> None:
         context = self._context
         context.count("breaker_opened", secondary.name, secondary.breaker.cause)
@@ -272,7 +287,11 @@ class SecondaryTiers:
         if isinstance(error, TierNoSpaceError):
             # A full tier answers, and can be read. Writes find out for themselves.
             error = None
-        if error is None and 2 * secondary.late_reads < secondary.read_threads:
+        hung = (
+            2 * secondary.late_reads >= secondary.read_threads
+            or 2 * secondary.late_writes >= secondary.write_threads
+        )
+        if error is None and not hung:
             secondary.breaker.close(context.clock())
             context.count("breaker_closed", secondary.name)
             self._set_serving(secondary, True)

@@ -25,9 +25,11 @@ from kvtier.tiers.volume_set import VolumeSet
 MIN_LATE_SECONDS = 1.0
 LATE_FACTOR = 3.0
 """A read is late once it takes longer than ``max(LATE_FACTOR x average, MIN_LATE_SECONDS)``."""
+MIN_LATE_WRITE_SECONDS = 30.0
+"""The same for writes: a storage may write slowly, and no request waits for it."""
 AVERAGE_WEIGHT = 0.2
-"""Weight of the latest read in the running average, which follows a change within about ten reads.
-"""
+"""Weight of the latest read or write in its running average, which follows a change within about
+ten of them."""
 OPEN_SECONDS = 60.0
 """A volume that is not open after this time gets no new objects until it is."""
 REPORTED_TENANTS = 16
@@ -115,8 +117,8 @@ class SecondaryTier:
     """One secondary tier, or one volume of it, with threads and a breaker of its own.
 
     ``index``: position of the tier in the topology, the same for all its volumes. ``name``: of the
-    tier, for counters. ``volume``: name of the volume; empty if the tier has none. ``late_reads``:
-    hung reads that have not returned.
+    tier, for counters. ``volume``: name of the volume; empty if the tier has none. ``late_reads``,
+    ``late_writes``: hung calls that have not returned.
     """
 
     def __init__(
@@ -146,12 +148,15 @@ class SecondaryTier:
         """When the last check of a suspended tier started."""
         self.next_check: Timer | None = None
         self.late_reads = 0
+        self.late_writes = 0
+        self.write_threads = threads
         self.pending_store_bytes = 0
         self.unindexed = 0
         """Objects without room in the tier's index, as counted so far."""
         self.counted: dict[tuple[str, str], int] = {}
         """The tier's own totals, as counted so far."""
         self.average_read_seconds: float | None = None
+        self.average_write_seconds: float | None = None
         self.tenant_share_bytes = UNLIMITED
         self.model = TierModel(threads)
         self.last_error = ""
@@ -166,12 +171,18 @@ class SecondaryTier:
         """A read that takes longer than this is late."""
         return max(MIN_LATE_SECONDS, LATE_FACTOR * (self.average_read_seconds or 0.0))
 
+    @property
+    def late_write_seconds(self) -> float:
+        """A write that takes longer than this is late."""
+        return max(MIN_LATE_WRITE_SECONDS, LATE_FACTOR * (self.average_write_seconds or 0.0))
+
     def observe_read(self, seconds: float) -> None:
         """Adds the duration of a successful read to the average."""
-        old = self.average_read_seconds
-        self.average_read_seconds = (
-            seconds if old is None else old + AVERAGE_WEIGHT * (seconds - old)
-        )
+        self.average_read_seconds = _average(self.average_read_seconds, seconds)
+
+    def observe_write(self, seconds: float) -> None:
+        """Adds the duration of a successful write to the average."""
+        self.average_write_seconds = _average(self.average_write_seconds, seconds)
 
     @property
     def state(self) -> str:
@@ -180,7 +191,8 @@ class SecondaryTier:
             return "BreakerOpen"
         if not self.opened:
             return "Unknown"
-        return "Degraded" if self.breaker.failures or self.late_reads else "Healthy"
+        late = self.late_reads or self.late_writes
+        return "Degraded" if self.breaker.failures or late else "Healthy"
 
     def report(self) -> StoreTierState:
         """The state for reports."""
@@ -199,6 +211,10 @@ class SecondaryTier:
             *self.tier.volume(),
             tenants=TenantReport.of(self.tier.tenants(), self.tenant_share_bytes),
         )
+
+
+def _average(old: float | None, seconds: float) -> float:
+    return seconds if old is None else old + AVERAGE_WEIGHT * (seconds - old)
 
 
 class TierGroup:

@@ -9,8 +9,9 @@ budget waits in a backlog of objects that lie in RAM. The backlog pins nothing, 
 writes end and as the budget grows.
 
 A write that fails is tried again while its object lies in RAM: a single one after some seconds,
-and if that succeeds, all others. So files hold everything that RAM holds once a store has been idle
-for a while, whatever went wrong before.
+and if that succeeds, all others. One that hangs is late after a while: if it is a volume's, others
+take what it and the writes behind it were to write. So files hold everything that RAM holds once a
+store has been idle for a while, whatever went wrong before.
 
 Only the store's thread uses this module, except ``hash_object``.
 """
@@ -146,6 +147,10 @@ class WriteThrough:
         """The next wait of tiers whose last writes have failed."""
         self._trials: dict[SecondaryTier, Entry] = {}
         """The failed write that is tried again before all others."""
+        self._late: dict[IoCall, SecondaryTier] = {}
+        """Writes that hang."""
+        self._late_timers: dict[SecondaryTier, Timer] = {}
+        """Of tiers with writes: when the next look for late ones is due."""
         self._drawing: dict[SecondaryTier, None] = {}
         """Tiers whose backlog has more to be considered."""
         self._missing: Iterator[Entry] | None = None
@@ -253,6 +258,9 @@ class WriteThrough:
 
     def _write(self, secondary: SecondaryTier, entry: Entry, meta: ObjectMeta) -> None:
         context, size = self._context, meta.payload_bytes
+        if (secondary, entry) in self._writes:
+            # It hangs there.
+            return
         refused = self._refused(secondary, size)
         waits = refused == "write_budget" or (
             # Some write is in progress, whose end draws from the backlog.
@@ -282,6 +290,36 @@ class WriteThrough:
         call = IoCall(context.clock, work, partial(self._written, secondary, entry, size))
         self._writes[secondary, entry] = call
         call.submit(context.io, f"write:{secondary.lane}")
+        if secondary not in self._late_timers:
+            self._look_later(secondary)
+
+    def _look_later(self, secondary: SecondaryTier) -> None:
+        self._late_timers[secondary] = self._context.timers.at(
+            self._context.clock() + secondary.late_write_seconds,
+            partial(self._look_for_late, secondary),
+        )
+
+    def _look_for_late(self, secondary: SecondaryTier) -> None:
+        """Charges a tier with writes that hang."""
+        del self._late_timers[secondary]
+        now, late, running, waiting = self._context.clock(), 0, 0, False
+        for (member, _), call in self._writes.items():
+            if member is not secondary:
+                continue
+            if call.started_at is None:
+                # Calls start in their order.
+                waiting = True
+                break
+            running += 1
+            if call.seconds(now) >= secondary.late_write_seconds and call not in self._late:
+                self._late[call] = secondary
+                late += 1
+        if running or waiting:
+            self._look_later(secondary)
+        if late:
+            total = secondary.late_writes + late
+            stuck = total == running and (waiting or bool(len(self._backlogs[secondary])))
+            self._tiers.note_late_writes(secondary, late, stuck=stuck)
 
     def _refused(self, secondary: SecondaryTier, size: int) -> str:
         """Why the tier takes no further write of ``size`` bytes; empty, with the budget charged, if
@@ -316,6 +354,7 @@ class WriteThrough:
         error: BaseException | None,
     ) -> None:
         if error is None:
+            secondary.observe_write(self._writes[secondary, entry].seconds(self._context.clock()))
             secondary.breaker.success()
             secondary.negative.discard(entry.namespace, entry.key)
             self._context.count("tier_writes", secondary.name)
@@ -420,9 +459,13 @@ class WriteThrough:
             timer.cancel()
 
     def _release(self, secondary: SecondaryTier, entry: Entry, size: int) -> None:
-        del self._writes[secondary, entry]
+        call = self._writes.pop((secondary, entry))
+        if self._late.pop(call, None) is not None:
+            secondary.late_writes -= 1
         secondary.pending_store_bytes -= size
-        entry.busy &= ~secondary.bit
+        members = self._tiers.group_of(secondary).members
+        if not any((member, entry) in self._writes for member in members):
+            entry.busy &= ~secondary.bit
         self._resident.unpin(entry)
 
     def _suspend_tier(self, secondary: SecondaryTier) -> None:
@@ -435,6 +478,10 @@ class WriteThrough:
                 self._release(secondary, entry, entry.meta.payload_bytes)
         self._forget_failed(secondary)
         if self._tiers.group_of(secondary).usable:
+            for member, entry in self._writes:
+                if member is secondary:
+                    # It may never return. Its slot stays pinned, and another volume may have it.
+                    entry.busy &= ~secondary.bit
             self._backlogs[secondary].clear()
             self._write_missing()
 

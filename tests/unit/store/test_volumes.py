@@ -2,6 +2,7 @@
 
 import os
 
+from tests.support.manual_executor import ManualCall
 from tests.unit.store.store_fixture import NAMESPACE, StoreFixture, WatchedTier, block_hash, live
 
 from kvtier.config.models import LiveTier
@@ -191,6 +192,84 @@ def test_hanging_writes_of_one_volume_leave_the_others_their_part_of_the_queue()
     assert stored >= 30
     found.settle()
     assert sum(len(tier.objects) for tier in found.tiers) == 60
+
+
+def _run_others(found: StoreFixture) -> None:
+    for lane in ("hash", "write:disk/nvme0", "write:disk/nvme2", "maintain:"):
+        found.settle(lane)
+
+
+def _hang_writes(found: StoreFixture, chunks: range) -> list[ManualCall]:
+    """Stores chunks, while writes to the second volume hang."""
+    for chunk in chunks:
+        found.put(chunk)
+        found.settle("hash")
+        for call in found.calls("write:disk/nvme1")[:2]:
+            found.io.hold(call)
+        _run_others(found)
+    return found.calls("write:disk/nvme1")[:2]
+
+
+def test_a_volume_whose_writes_hang_is_suspended_though_nothing_is_read() -> None:
+    found = fixture(slots=96)
+    hung = _hang_writes(found, range(60))
+    assert state(found)[1]["nvme1"] == "Healthy"
+    for _ in range(20):
+        found.advance(5)
+        _run_others(found)
+    assert state(found)[1] == {"nvme0": "Healthy", "nvme1": "BreakerOpen", "nvme2": "Healthy"}
+    assert found.counted("breaker_opened", "disk", "hung") == 1
+    stored = [chunk for chunk in range(60) if holder(found, chunk) is not None]
+    assert stored == list(range(60)), "files hold all that RAM holds, what hangs included"
+    found.check_accounts()
+    # The mount works again.
+    for call in hung:
+        found.io.run(call)
+    for _ in range(20):
+        found.advance(5)
+        found.settle()
+    assert state(found)[0] == "Healthy"
+    assert found.store.pending_stores() == 0
+    found.check_accounts()
+
+
+def test_writes_that_hang_in_a_tier_of_one_volume_are_reported_and_reads_go_on() -> None:
+    found = StoreFixture(48, values=live(threshold=3, disk=LiveTier()))
+    found.engine()
+    found.put_in_tier(100)
+    found.put(0)
+    found.settle("hash")
+    (hung,) = found.calls("write:")
+    found.io.hold(hung)
+    found.advance(31)
+    found.settle("maintain:")
+    assert found.store.tier_states()[1].state == "Degraded"
+    promotion = found.promote(100)
+    found.settle("read:")
+    assert found.ends(promotion)[0].usable == 1
+    found.io.run(hung)
+    found.settle()
+    assert found.store.tier_states()[1].state == "Healthy"
+
+
+def test_a_slow_write_is_late_only_at_three_times_its_usual_time() -> None:
+    found = fixture(slots=96, disks=("nvme0", "nvme1"))
+    for chunk in range(4):
+        found.put(chunk)
+        found.settle("hash")
+        for call in found.calls("write:"):
+            found.io.hold(call)
+            found.advance(29)
+            found.io.run(call)
+            found.pump()
+    found.put(50)
+    found.settle("hash")
+    for call in found.calls("write:"):
+        found.io.hold(call)
+    found.advance(80)
+    assert state(found)[0] == "Healthy"
+    found.advance(100)
+    assert state(found)[0] == "Degraded"
 
 
 def test_a_full_volume_gets_no_new_objects_for_a_while() -> None:

@@ -26,7 +26,7 @@ from kvtier.tiers.filesystem.announcement_format import (
     encode_frames,
     pack_blocks,
 )
-from kvtier.tiers.filesystem.announcement_ring import LogReader, LogWriter
+from kvtier.tiers.filesystem.announcement_ring import AHEAD_POLLS, LogReader, LogWriter
 from kvtier.tiers.filesystem.announcements import MAX_PENDING, Announcements, log_blocks, log_bytes
 from kvtier.tiers.filesystem.gc import CollectHooks, CollectReport, collect
 from kvtier.tiers.filesystem.layout import ANNOUNCEMENTS, Modes, term_path, writers_path
@@ -297,6 +297,83 @@ def test_planted_blocks_with_absurd_numbers_do_not_stop_the_log(tmp_path: Path) 
     assert 99 not in log.poll()
     log.append()
     assert log.poll() == [8]
+
+
+def test_a_reader_that_starts_passes_over_planted_blocks(tmp_path: Path) -> None:
+    log = Log(tmp_path)
+    log.append(2)
+    data = bytearray(log.path.read_bytes().ljust(8 * BLOCK_BYTES, b"\0"))
+    data[5 * BLOCK_BYTES : 6 * BLOCK_BYTES] = encode_block(b"another!", (1 << 40) + 5, 8, b"")
+    log.path.write_bytes(bytes(data))
+    log.reader.skip(log.writer.number)
+    log.append()
+    assert log.poll() == [2]
+    assert not log.losses
+
+
+def _plant(path: Path, number: int, blocks: int) -> None:
+    """A block of another log, with a number that the owner may come to."""
+    with path.open("r+b") as file:
+        file.seek(number % blocks * BLOCK_BYTES)
+        file.write(encode_block(b"another!", number, blocks, b""))
+
+
+def test_a_block_of_another_log_does_not_stop_the_log(tmp_path: Path) -> None:
+    log = Log(tmp_path, 64)
+    log.append(20)
+    log.poll()
+    ahead = log.writer.number + 5_000
+    _plant(log.path, ahead + (log.writer.number - ahead) % 64, 64)
+    for _ in range(10):
+        assert log.poll() == []
+    for _ in range(200):
+        log.append()
+        assert log.poll() == [log.sent - 1]
+    assert not log.losses
+
+
+def test_a_poll_reads_little_while_a_block_of_another_log_is_in_the_next_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = Log(tmp_path, 64)
+    log.append(20)
+    log.poll()
+    ahead = log.writer.number + 5_000
+    _plant(log.path, ahead + (log.writer.number - ahead) % 64, 64)
+    log.poll()
+    sizes: list[int] = []
+    pread = os.pread
+
+    def counted(descriptor: int, size: int, at: int) -> bytes:
+        sizes.append(size)
+        return pread(descriptor, size, at)
+
+    monkeypatch.setattr(os, "pread", counted)
+    log.poll()
+    assert sum(sizes) <= 4 * BLOCK_BYTES
+
+
+def test_a_log_that_another_one_has_replaced_is_followed_again(tmp_path: Path) -> None:
+    """As when a directory is restored from a copy, or a log copied from another directory."""
+    log = Log(tmp_path, 64)
+    log.append(20)
+    log.poll()
+    other = LogWriter(3_000)
+    for number in range(200):
+        frames = encode_frames([entry(number)], 2, number, None)
+        other.append(tmp_path / "other", 64, MODES, frames)
+    log.path.write_bytes((tmp_path / "other").read_bytes())
+    log.poll()
+    assert log.losses
+    log.losses.clear()
+    log.append()
+    for _ in range(AHEAD_POLLS + 2):
+        log.poll()
+    assert log.losses, "what was announced meanwhile must be found by a scan"
+    log.losses.clear()
+    for _ in range(200):
+        log.append()
+        assert log.sent - 1 in log.poll()
 
 
 # Capacity.

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -29,7 +30,10 @@ from kvtier.tiers.checksum import preferred
 from kvtier.tiers.filesystem import FileSystemTier, index_saver
 from kvtier.tiers.filesystem.election import is_visible
 from kvtier.tiers.filesystem.gc import CollectHooks, collect
+from kvtier.tiers.filesystem.inspect import survey
+from kvtier.tiers.filesystem.layout import IDENTITY as IDENTITY_NAME
 from kvtier.tiers.filesystem.layout import SAVED_INDEX
+from kvtier.tiers.filesystem.prefixes import survey_prefixes
 from kvtier.tiers.filesystem.seal import Sealing
 from kvtier.tiers.filesystem.walker import object_path
 from kvtier.tiers.isolation_keys import read_key_set
@@ -116,6 +120,31 @@ def test_inspect_reports_namespaces_and_writers(
     [writer] = found["writers"]
     assert writer["state"] == "Alive"
     assert writer["grantedBytes"] == 1 << 22
+
+
+def test_inspect_waits_for_nothing_that_others_have_put_into_a_directory(root: Path) -> None:
+    """A pipe in the place of a file has no writer."""
+    namespace = root / NAMESPACE
+    bucket = namespace / "aa" / "bb"
+    bucket.mkdir(parents=True)
+    pipes = [namespace / IDENTITY_NAME, namespace / SAVED_INDEX, bucket / "00aabb.kv"]
+    for path in pipes:
+        os.mkfifo(path)
+    found: list[object] = []
+
+    def look() -> None:
+        found.append(survey(root, time.time()))
+        found.append(survey_prefixes(root, time.time()))
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    thread.join(60)
+    waits = thread.is_alive()
+    for path in pipes if waits else ():
+        with contextlib.suppress(OSError):
+            os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+    assert not waits
+    assert len(found) == 2
 
 
 def test_inspect_prints_a_table(kvtier: Any, root: Path, tier: FileSystemTier) -> None:

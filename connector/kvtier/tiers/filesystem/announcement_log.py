@@ -110,7 +110,7 @@ class AnnouncementLog:
         self._follow(role.term_path)
         if self._followed is not None:
             try:
-                self._followed.skip()
+                self._followed.skip(role.expected)
             except OSError as error:
                 self._shared.lose("unreadable")
                 _log.warning("%s: cannot read announcements: %s", self._directory.root, error)

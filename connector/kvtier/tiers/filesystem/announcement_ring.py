@@ -38,6 +38,9 @@ _POLL_BLOCKS = 4
 _MAX_AHEAD = 1 << 16
 """A block whose number is further than this beyond what the owner has reported is not the owner's.
 """
+AHEAD_POLLS = 100
+"""Neither is one that the owner's reports have not come to after so many polls, ten seconds or
+more: it reports every second."""
 
 
 class LogWriter:
@@ -106,14 +109,18 @@ class LogReader:
         self._next: int | None = None
         self._log_id = b""
         self._blocks = 0
+        self._reached, self._polls_ahead = 0, 0
+        """Where the reader was so many polls ago, which no report has come to."""
+        self._passed_over: tuple[bytes, int] | None = None
+        """Log id and number of a block that another process has put into the log."""
 
-    def skip(self) -> None:
-        """Passes over what the log holds now. Raises ``OSError``."""
+    def skip(self, expected: int) -> None:
+        """Passes over what the log holds now. ``expected``: as for ``poll``. Raises ``OSError``."""
         descriptor = self._open()
         if descriptor is None:
             return
         try:
-            found = self._read_all(descriptor, None)
+            found = self._read_all(descriptor, expected)
         finally:
             os.close(descriptor)
         if found:
@@ -132,6 +139,11 @@ class LogReader:
                 self._next, self._log_id = max(expected, known), b""
             return []
         try:
+            if self._is_ahead(expected):
+                # What is in the place of the log, or of a block of it, is not the owner's.
+                self._on_loss("corrupt")
+                self._next, self._log_id = None, b""
+                return self._restart(descriptor, expected, "", max_ahead=0)
             if self._next is None or not self._log_id:
                 return self._restart(descriptor, expected, "lost")
             frames, reason = self._read_on(descriptor, expected, max_blocks)
@@ -152,6 +164,17 @@ class LogReader:
             return None
         bypass_cache(descriptor)
         return descriptor
+
+    def _is_ahead(self, expected: int) -> bool:
+        """Whether the owner's reports have not come to where this reader was long ago."""
+        if self._reached <= expected:
+            self._reached, self._polls_ahead = self._next or 0, 0
+            return False
+        self._polls_ahead += 1
+        if self._polls_ahead <= AHEAD_POLLS:
+            return False
+        self._reached, self._polls_ahead = 0, 0
+        return True
 
     def _go_to(self, block: Block) -> None:
         self._next = block.number + 1
@@ -176,7 +199,10 @@ class LogReader:
                     self._go_to(block)
                     taken += 1
                     continue
+                if block is not None and (block.log_id, block.number) == self._passed_over:
+                    return frames, ""
                 if block is not None and block.log_id != self._log_id:
+                    self._passed_over = block.log_id, block.number
                     return frames, "lost"
                 if block is not None and number < block.number <= expected + _MAX_AHEAD:
                     return frames, "overrun"
@@ -187,11 +213,17 @@ class LogReader:
             count = min(max_blocks - taken, MAX_BLOCKS)
         return frames, ""
 
-    def _restart(self, descriptor: int, expected: int, reason: str) -> list[bytes]:
+    def _restart(
+        self, descriptor: int, expected: int, reason: str, max_ahead: int = _MAX_AHEAD
+    ) -> list[bytes]:
         """Goes on with what the log holds. Counts a loss if that does not begin where the reader
         was."""
         known = self._next
-        found = self._read_all(descriptor, expected)
+        found = self._read_all(descriptor, expected, max_ahead)
+        if known is not None and found and found[-1].number + 1 < known > expected:
+            # What was read last was not the owner's. Frames that are met again are passed over.
+            self._on_loss("corrupt")
+            known = None
         fresh = [block for block in found if known is None or block.number >= known]
         if known is not None and (fresh[0].number if fresh else expected) > known:
             self._on_loss(reason)
@@ -203,8 +235,9 @@ class LogReader:
                 self._log_id, self._blocks = found[-1].log_id, found[-1].blocks
         return [frame for block in fresh for frame in block.frames]
 
-    def _read_all(self, descriptor: int, expected: int | None) -> list[Block]:
-        """The complete blocks of the log's latest life, in order of their numbers."""
+    def _read_all(self, descriptor: int, expected: int, max_ahead: int = _MAX_AHEAD) -> list[Block]:
+        """The complete blocks of one life of the log, in order of their numbers: the one that the
+        owner has reported, or the latest."""
         blocks: list[Block] = []
         data = os.pread(descriptor, MAX_BLOCKS * BLOCK_BYTES, 0)
         for start in range(0, len(data), BLOCK_BYTES):
@@ -212,8 +245,14 @@ class LogReader:
             if (
                 block is not None
                 and block.number % block.blocks == start // BLOCK_BYTES
-                and (expected is None or block.number <= expected + _MAX_AHEAD)
+                and block.number <= expected + max_ahead
             ):
                 blocks.append(block)
-        blocks.sort(key=lambda block: block.number)
-        return [block for block in blocks if block.log_id == blocks[-1].log_id]
+        blocks.sort(key=lambda block: (_is_reported(block, expected), block.number))
+        found = [block for block in blocks if block.log_id == blocks[-1].log_id]
+        return sorted(found, key=lambda block: block.number)
+
+
+def _is_reported(block: Block, expected: int) -> bool:
+    """Whether a log that has had ``expected`` blocks may still have this one."""
+    return expected - block.blocks <= block.number < expected

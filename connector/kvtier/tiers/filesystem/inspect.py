@@ -238,8 +238,7 @@ def _tree_bytes(top: Path) -> int:
 def _identity(namespace: Path) -> dict[str, str]:
     """What distinguishes namespaces for people."""
     try:
-        with (namespace / IDENTITY).open("rb") as file:
-            document = json.loads(file.read(_MAX_IDENTITY_BYTES))
+        document = json.loads(io.read_start(str(namespace / IDENTITY), _MAX_IDENTITY_BYTES))
         engine = document["engine"]
         model = engine.get("model", {})
         found = {
