@@ -35,6 +35,8 @@ BLOCK, CHUNK, BLOCKS = 4, 8, 64
 ENGINE = "engine/dp0"
 IDENTITY = EngineIdentity('{"model":"stand-in"}', "")
 SECONDS = 300.0
+LOAD_SECONDS = 120.0
+"""How long a busy machine may take for one load, or for the answer to a lookup."""
 
 
 def read_options(config: Path, run_directory: Path, **others: Any) -> CacheEngineOptions:
@@ -45,6 +47,7 @@ def read_options(config: Path, run_directory: Path, **others: Any) -> CacheEngin
         "run_directory": str(run_directory),
         "model_revision": "one",
         "lookup_seconds": 1.0,
+        "load_seconds": LOAD_SECONDS,
         **others,
     }
     return options_of(SimpleNamespace(kv_transfer_config=given))
@@ -116,7 +119,7 @@ class CacheEngineBench:
         self.connection = LookupConnection(
             options.run_directory,
             greeting(SCHEDULER, ENGINE, ranks, 0, identity_digest(IDENTITY)),
-            options.lookup_seconds,
+            LOAD_SECONDS,
         )
         session = TierdSession(
             options.topology(), planner, ENGINE, lambda: IDENTITY, self.connection.connect
