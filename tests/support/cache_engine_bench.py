@@ -53,6 +53,13 @@ def read_options(config: Path, run_directory: Path, **others: Any) -> CacheEngin
     return options_of(SimpleNamespace(kv_transfer_config=given))
 
 
+def is_live(connection: LookupConnection) -> bool:
+    """Whether the scheduler side has been told all that it is told of a server: its client is
+    attached a moment before."""
+    with connection._lock:
+        return connection._live
+
+
 @dataclass
 class RealRanks:
     """The workers, with completions aggregated over ranks as ATOM does it."""
@@ -140,9 +147,7 @@ class CacheEngineBench:
 
     def wait_ready(self) -> None:
         """Waits until the ranks have opened LMCache and lookups are answered."""
-        self.wait(
-            lambda: all(worker.ready for worker in self.workers) and self.connection.client.attached
-        )
+        self.wait(lambda: all(worker.ready for worker in self.workers) and is_live(self.connection))
 
     def wait(self, condition: Callable[[], object]) -> None:
         """Raises ``TimeoutError``."""
