@@ -27,9 +27,11 @@ from kvtier.testing.objects import make_object
 from kvtier.tiers.base import ObjectRef, TierLimits
 from kvtier.tiers.checksum import preferred
 from kvtier.tiers.filesystem import FileSystemTier, index_saver
+from kvtier.tiers.filesystem.announcement_log import AnnouncementLog
 from kvtier.tiers.filesystem.election import is_visible
 from kvtier.tiers.filesystem.gc import CollectHooks, collect
 from kvtier.tiers.filesystem.layout import SAVED_INDEX
+from kvtier.tiers.filesystem.maintenance import DirectoryMaintenance
 from kvtier.tiers.filesystem.seal import Sealing
 from kvtier.tiers.filesystem.walker import object_path
 from kvtier.tiers.isolation_keys import read_key_set
@@ -91,17 +93,19 @@ def path_of(root: Path, seed: int) -> Path:
     return Path(object_path(str(root), ref.namespace, ref.key))
 
 
+@pytest.fixture
+def still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The threads of tiers that are opened after this do not run: nothing changes between looks."""
+    monkeypatch.setattr(DirectoryMaintenance, "start_loop", lambda _: None)
+    monkeypatch.setattr(AnnouncementLog, "start", lambda _: None)
+
+
 def test_inspect_reports_namespaces_and_writers(
-    kvtier: Any, root: Path, tier: FileSystemTier
+    kvtier: Any, root: Path, still: None, tier: FileSystemTier
 ) -> None:
     Path(tier.maintenance.writer.new_working_path()).write_bytes(bytes(5_000))
-    # The tier's own thread writes now and then; a look between two of its writes counts.
-    for _ in range(20):
-        size = directory_bytes(root)
-        found = kvtier("inspect", root, "--json").json
-        if directory_bytes(root) == size:
-            break
-    assert found["totalBytes"] == size
+    found = kvtier("inspect", root, "--json").json
+    assert found["totalBytes"] == directory_bytes(root)
     [namespace] = found["namespaces"]
     assert namespace["namespace"] == NAMESPACE
     assert namespace["objects"] == 40
