@@ -16,7 +16,7 @@ from kvtier.processes import ProcessIdentity, main_thread_exited, pid_namespace,
 from kvtier.scorecard.mount import FaultyMount, faulty_mount, unavailable
 
 EXIT_SECONDS = 20.0
-"""It takes two or three seconds, and what a busy machine adds. A call that hangs hangs for ever."""
+"""It takes two or three seconds, and what a busy machine adds. A call that hangs does not end."""
 CHUNKS = 6
 
 

@@ -26,7 +26,7 @@ from kvtier.scorecard.mount import FaultyMount, faulty_mount, unavailable
 OBJECT_BYTES = 64 << 10
 WAIT_SECONDS = 60.0
 EXIT_SECONDS = 20.0
-"""It takes two or three seconds, and what a busy machine adds. A call that hangs hangs for ever."""
+"""It takes two or three seconds, and what a busy machine adds. A call that hangs does not end."""
 KEYS = list(range(6))
 
 MakeTestbed = Callable[..., TierdTestbed]

@@ -33,7 +33,7 @@ from kvtier.tierd.sidecar_supervisor import DRAIN_NAME
 Start = Callable[..., "Sidecar"]
 END_SECONDS = 20.0
 """It is a second and a half, and what a busy machine adds; a test must not fail for the latter. The
-kubelet kills a container after 30 s, and what hangs here would hang for ever."""
+kubelet kills a container after 30 s, and what hangs here does not end."""
 
 
 class Sidecar:

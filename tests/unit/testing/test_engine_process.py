@@ -58,7 +58,7 @@ def test_a_process_that_exits_is_not_alive(tmp_path: Path) -> None:
 
 
 def test_a_rejected_connection_is_an_os_error() -> None:
-    # Nobody listens, and nobody else can take the port.
+    # No process listens, and none is given the port.
     with reserved_port() as port, pytest.raises(ConnectionError):
         http_request(port, "GET", "/", timeout_seconds=30)
 
