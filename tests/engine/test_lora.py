@@ -5,6 +5,7 @@ One request at a time: the CPU engine itself mixes up adapters within one batch.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from kvtier.harness.engine_requests import ReferenceEngine
 from kvtier.harness.engine_testbed import CHUNK_TOKENS, EngineTestbed, running_reference
 from kvtier.harness.tiny_model import prompt, write_lora
 
+SUPPORT = Path(__file__).parent.parent / "support" / "engine_control.py"
 OPTIONS: dict[str, object] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
 
 
@@ -35,7 +37,7 @@ def plain_lora(model: Path, payload: Path, scratch: Path) -> Iterator[ReferenceE
 def case(model: Path, payload: Path, scratch: Path) -> Iterator[EngineTestbed]:
     case = EngineTestbed(scratch / "lora", model, payload)
     try:
-        case.start(**OPTIONS)
+        case.start(kvtier_hooks=[f"{SUPPORT}:install"], **OPTIONS)
         case.wait_attached()
         yield case
     finally:
@@ -107,4 +109,27 @@ def test_an_adapter_of_the_same_name_with_other_weights_does_not_share(
                 == expected
             )
             case.settle_stores()
+    assert loads.tokens == 0
+
+
+def test_an_adapter_removed_and_loaded_again_from_other_files_takes_no_part(
+    case: EngineTestbed, plain_lora: ReferenceEngine, adapters: dict[str, object], scratch: Path
+) -> None:
+    """As trainers do that write each version of an adapter to the same directory."""
+    tokens = prompt(5 * CHUNK_TOKENS + 5, 503)
+    requests = case.requests()
+    path = scratch / "rewritten"
+    expected = [
+        plain_lora.tokens(tokens, lora={"name": name, "number": number, "path": adapters[name]})
+        for number, name in enumerate(("first", "second"), 1)
+    ]
+    with case.loads() as loads:
+        for name, answer in zip(("first", "second"), expected, strict=True):
+            shutil.copytree(str(adapters[name]), path, dirs_exist_ok=True)
+            case.empty_gpu_cache()
+            lora = {"name": "rewritten", "number": 8, "path": str(path)}
+            assert requests.run(tokens, lora=lora) == answer
+            case.settle_stores()
+            case.drive("set", variables={"CONTROL_ARGUMENT": "8"})
+            assert case.drive("call", function=f"{SUPPORT}:remove_adapter")
     assert loads.tokens == 0

@@ -59,3 +59,8 @@ def update_weights() -> None:
     _core().collective_rpc(
         "reload_weights", kwargs={"weights_path": os.environ["CONTROL_ARGUMENT"]}
     )
+
+
+def remove_adapter() -> bool:
+    """Removes the LoRA adapter of a number."""
+    return bool(_core().remove_lora(int(os.environ["CONTROL_ARGUMENT"])))

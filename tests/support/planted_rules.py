@@ -18,11 +18,19 @@ from typing import Any
 
 import pytest
 
-from kvtier.engines.common import model_identity, scheduler_stores, worker_state, worker_stores
+from kvtier.engines.common import (
+    lora,
+    model_identity,
+    request_state,
+    scheduler_stores,
+    worker_state,
+    worker_stores,
+)
 from kvtier.engines.vllm import (
     config,
     engine_signals,
     hook_guard,
+    identity_environment,
     identity_fields,
     tensor_digests,
     weights,
@@ -233,6 +241,27 @@ RULES: dict[str, tuple[Plant, tuple[str, ...]]] = {
         _code(identity_fields.values_of, _empty),
         ("scheduler/test_identity_fields.py::test_a_value_that_shapes_kv_changes_the_namespace",),
     ),
+    "3: environment variables that shape KV are part of the identity": (
+        _code(identity_environment.environment_settings, _empty),
+        (
+            "scheduler/test_identity_environment.py::test_a_variable_that_shapes_kv_changes_the_"
+            "namespace",
+        ),
+    ),
+    "3: an adapter is compared with its files after a removal": (
+        _code(lora.AdapterDigests.check_again, _nothing),
+        (
+            "scheduler/test_lora.py::test_an_adapter_whose_files_changed_before_it_was_loaded_"
+            "again_takes_no_part",
+        ),
+    ),
+    "3: media that a client names take no part": (
+        _code(request_state._named_by_client, _false),
+        (
+            "scheduler/test_matches.py::test_requests_that_must_not_be_loaded_are_skipped_and_"
+            "counted_by_reason",
+        ),
+    ),
     "4: a reset gives back the blocks of stores": (
         _code(scheduler_stores.SchedulerStores.give_back_blocks, _nothing),
         ("scheduler/test_resets.py::test_a_reset_gives_back_the_blocks_of_stores_in_flight",),
@@ -250,7 +279,10 @@ RULES: dict[str, tuple[Plant, tuple[str, ...]]] = {
     ),
     "4: copies end before the engine sleeps": (
         sleep_is_not_noticed,
-        ("worker/test_resets.py::test_sleep_and_wake_up_of_the_worker_are_noticed",),
+        (
+            "worker/test_resets.py::test_sleep_and_wake_up_of_the_worker_are_noticed",
+            "worker/test_resets.py::test_a_release_of_the_memory_of_the_kv_cache_is_noticed",
+        ),
     ),
     "5: engines over several nodes are refused": (
         _code(config.check_one_node, _nothing),

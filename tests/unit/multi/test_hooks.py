@@ -491,6 +491,46 @@ def test_kv_events_of_workers_reach_the_child_that_made_them(directory: Path) ->
     assert scheduler.take_events() == []
 
 
+class _Uncombinable(base.KVConnectorWorkerMetadata):
+    def aggregate(self, other: object) -> _Uncombinable:
+        raise RuntimeError("planted")
+
+
+class _Combinable(base.KVConnectorWorkerMetadata):
+    def __init__(self, ranks: int = 1) -> None:
+        self.ranks = ranks
+
+    def aggregate(self, other: Any) -> _Combinable:
+        return _Combinable(self.ranks + other.ranks)
+
+
+def test_a_child_whose_reports_cannot_be_combined_gets_none_and_loads_nothing(
+    directory: Path,
+) -> None:
+    """vLLM combines the reports of the ranks outside of any hook."""
+    made = multi(directory, SCHEDULER)
+    recording.ANSWERS[("one", "get_num_new_matched_tokens")] = (32, True)
+    reports = [MultiWorkerReport((_Uncombinable(), _Combinable()), ({}, {})) for _ in range(3)]
+    combined = reports[0].aggregate(reports[1]).aggregate(reports[2])
+    assert combined.errors == {0: 1}
+    made.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=combined))
+    (_, (one,)), (_, (two,)) = calls("update_connector_output")
+    assert one.kv_connector_worker_meta is None
+    assert two.kv_connector_worker_meta.ranks == 3
+    assert not made._children[0].may_load
+    assert made._children[1].may_load
+
+
+def test_events_of_a_child_that_cannot_be_combined_do_not_end_the_engine() -> None:
+    class Events:
+        def get_all_events(self) -> list[str]:
+            raise RuntimeError("planted")
+
+    one, other = MultiKVEvents([Events()]), MultiKVEvents([Events()])  # type: ignore[list-item]
+    one.add_events(other.get_all_events())
+    assert len(one.get_all_events()) == 1
+
+
 def test_a_child_whose_reset_fails_loads_nothing_until_a_reset_succeeds(directory: Path) -> None:
     made = multi(directory, SCHEDULER)
     recording.ANSWERS[("one", "get_num_new_matched_tokens")] = (32, True)

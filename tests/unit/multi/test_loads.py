@@ -137,9 +137,23 @@ def test_a_child_that_fails_is_not_asked_again_and_the_next_one_loads(
     assert world.counts("multi_loads")["a"] == {"failed": 1}
 
 
-@pytest.mark.parametrize("answer", [(5 * BLOCK + 4, True), (5 * BLOCK + 3, False), "x", (1, 2, 3)])
+@pytest.mark.parametrize(
+    ("answer", "outcome"),
+    [
+        ((5 * BLOCK + 4, True), "invalid"),
+        ((5 * BLOCK + 3, False), "invalid"),
+        ((-BLOCK, True), "nothing"),
+        ("x", "error"),
+        ((1, 2, 3), "error"),
+        (("8", True), "error"),
+        ((1.5 * BLOCK, True), "error"),
+        (({}, True), "error"),
+        (BLOCK, "error"),
+        (None, "error"),
+    ],
+)
 def test_an_answer_that_would_end_the_engine_is_not_used(
-    answer: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
+    answer: Any, outcome: str, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = world_of(directory, a=script(), b=script())
     fill(world, b=3)
@@ -153,7 +167,7 @@ def test_an_answer_that_would_end_the_engine_is_not_used(
     world.add("r", PROMPT)
     world.drain()
     assert told(world, "b") == [3 * BLOCK]
-    assert world.counts("multi_lookups")["a"] == {"invalid": 1}
+    assert world.counts("multi_lookups")["a"] == {outcome: 1}
 
 
 def test_a_child_that_raises_loads_nothing_for_a_while_longer_each_time(directory: Path) -> None:

@@ -38,7 +38,8 @@ MODULES = {
 }
 """tierd, store and tiers are among them: with ``spec.engine.daemon: Engine`` the engine starts
 tierd from the payload."""
-MAX_BYTES = 2 << 20
+MAX_BYTES = 9 << 18
+"""2.25 MiB: what an init container copies in a moment."""
 
 CLEAN_IMPORT = """
 import importlib, importlib.metadata, json, sys

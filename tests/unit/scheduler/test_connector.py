@@ -430,6 +430,16 @@ def test_non_causal_attention_turns_kvtier_off(
     assert "non-causal" in _turned_off(connector_config(directory), role, cache_config(spec))
 
 
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_one_layer_that_is_not_causal_turns_kvtier_off(directory: Path, position: int) -> None:
+    """vLLM asks whether any layer is, whichever comes first in a group."""
+    layers = {name: full_spec() for name in "abc"}
+    layers["abc"[position]] = dataclasses.replace(full_spec(), non_causal=True)
+    spec: Any = UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs=layers)
+    reason = _turned_off(connector_config(directory), KVConnectorRole.WORKER, cache_config(spec))
+    assert "non-causal" in reason
+
+
 @pytest.mark.parametrize("role", list(KVConnectorRole))
 def test_an_engine_over_several_nodes_is_refused_with_the_numbers(
     directory: Path, role: KVConnectorRole, caplog: pytest.LogCaptureFixture

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from tests.unit.scheduler.scheduler_testbed import topology
+from vllm.platforms import current_platform
 
 from kvtier.engines.common.model_identity import (
     model_digest,
@@ -43,7 +44,7 @@ def _model(directory: Path, weights: bytes = b"w" * 5000) -> Path:
     return directory
 
 
-def _config(directory: Path, **changes: Any) -> Any:
+def _config(directory: Path | str, **changes: Any) -> Any:
     values: dict[str, Any] = {
         "hf": _Hf(hidden_size=64, rope_parameters={"rope_type": "default"}),
         "max_model_len": 2048,
@@ -282,8 +283,37 @@ def test_values_without_a_stable_representation_are_reported() -> None:
         "f": "inf",
     }
     assert reasons == []
+    assert plain({"dtype": "int8"}, "c", reasons) == {"dtype": "int8"}
     assert plain(object(), "c.y", reasons) == "object"
     assert "c.y" in reasons[0]
+
+
+@pytest.mark.parametrize("part", ["quantization_config", "compression_config"])
+def test_the_type_of_quantized_activations_is_part_of_the_identity(part: str) -> None:
+    """Quark describes it under a name that a configuration also has for the type of its file."""
+    texts = {
+        _text(
+            _config(
+                "org/name",
+                hf=_Hf(
+                    dtype=written,
+                    text_config={"dtype": written, "hidden_size": 64},
+                    **{part: {"global_quant_config": {"input_tensors": {"dtype": activations}}}},
+                ),
+            )
+        )
+        for written in ("float32", "bfloat16")
+        for activations in ("fp8_e4m3", "int8")
+    }
+    assert len(texts) == 2
+
+
+def test_the_format_of_8_bits_is_part_of_the_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AMD's MI300 reads a KV cache of type fp8 as another format than later devices."""
+    texts = {_text(_config("org/name", cache_dtype="fp8")), _text(_config("org/name"))}
+    monkeypatch.setattr(current_platform, "fp8_dtype", lambda: "torch.float8_e4m3fnuz")
+    texts |= {_text(_config("org/name", cache_dtype="fp8")), _text(_config("org/name"))}
+    assert len(texts) == 3
 
 
 def test_the_identity_is_computed_once(tmp_path: Path) -> None:

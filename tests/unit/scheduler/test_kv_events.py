@@ -452,3 +452,7 @@ def test_an_error_ends_the_events_and_nothing_else(
     assert testbed.scheduler.take_events() == []
     assert not events.pending
     assert events.unannounced["error"] == 1
+    # The I/O thread was about to note a change when the events ended.
+    events._changes.keys.append(request.key(0))
+    assert not events.pending
+    assert not testbed.scheduler.has_pending_work()

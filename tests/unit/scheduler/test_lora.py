@@ -4,42 +4,56 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from tests.unit.scheduler.scheduler_testbed import CHUNK, RAM, FakeRequest, SchedulerTestbed
 
-from kvtier.engines.common.lora import AdapterDigests, adapter_digest
+from kvtier.engines.common.lora import (
+    CHECK_SECONDS,
+    AdapterDigests,
+    AdapterFiles,
+    adapter_digest,
+)
 
 
 def _lora(
-    name: str = "x", number: int = 1, path: str = "/x", inplace: bool = False
+    name: str = "x", number: int = 1, path: str = "/x", inplace: bool = False, **more: object
 ) -> SimpleNamespace:
-    return SimpleNamespace(lora_name=name, lora_int_id=number, lora_path=path, load_inplace=inplace)
+    return SimpleNamespace(
+        lora_name=name, lora_int_id=number, lora_path=path, load_inplace=inplace, **more
+    )
 
 
-class _Digests:
+class _Digests(AdapterFiles):
     """Digests that the test releases."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.release = threading.Event()
         self.read_paths: list[str] = []
-        self.adapters = AdapterDigests(self._digest)
+        self.contents: dict[str, bytes] = {}
+        self.now = 0.0
+        self.adapters = AdapterDigests(self, lambda: self.now)
 
-    def _digest(self, path: str) -> bytes:
-        self.read_paths.append(path)
+    def state(self, path: str) -> object:
         assert self.release.wait(30)
+        return self.contents.get(path)
+
+    def digest(self, path: str, number: int) -> bytes:
+        self.read_paths.append(path)
         if path == "/missing":
             raise FileNotFoundError(path)
-        return path.encode().ljust(32)
+        return path.encode().ljust(32) + self.contents.get(path, b"")
 
     def known(self, lora: SimpleNamespace) -> bytes | str:
         """Waits for an answer other than "unknown"."""
         self.release.set()
         for _ in range(3000):
             state = self.adapters.digest(lora)
-            if state != "unknown":
+            if state not in ("unknown", "checked"):
                 return state
             threading.Event().wait(0.01)
         raise AssertionError("the digest did not come")
@@ -162,3 +176,91 @@ def test_adapters_changed_after_the_engine_started_are_not_shared(
     settled, same = (adapter_digest(str(tmp_path), now + 60, nonce) for nonce in (b"one", b"other"))
     assert settled == same == adapter_digest(str(tmp_path))
     assert settled not in (early, other)
+
+
+def test_an_adapter_changed_after_the_engine_started_is_valid_for_its_number_only(
+    tmp_path: Path,
+) -> None:
+    """The files may have changed between vLLM's read of them and the digest's."""
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"weights")
+    files = AdapterFiles()
+    path = str(tmp_path)
+    assert files.digest(path, 1) == files.digest(path, 1) != files.digest(path, 2)
+    files._loaded_after = time.time() + 60
+    assert files.digest(path, 1) == files.digest(path, 2) == adapter_digest(path)
+
+
+def test_each_change_of_an_adapters_files_is_seen(tmp_path: Path) -> None:
+    weights = tmp_path / "adapter_model.safetensors"
+    weights.write_bytes(b"weights")
+    files, path = AdapterFiles(), str(tmp_path)
+    states = [files.state(path), files.state(path)]
+    weights.with_suffix(".new").write_bytes(b"weightz")
+    weights.with_suffix(".new").rename(weights)
+    states.append(files.state(path))
+    (tmp_path / "more").mkdir()
+    states.append(files.state(path))
+    assert states[0] == states[1]
+    assert len(set(states)) == 3
+    with pytest.raises(FileNotFoundError):
+        files.state(str(tmp_path / "absent"))
+
+
+def _removed(testbed: SchedulerTestbed) -> None:
+    testbed.scheduler.on_adapter_removed()
+
+
+def _reset(testbed: SchedulerTestbed) -> None:
+    testbed.scheduler.reset_cache()
+
+
+@pytest.mark.parametrize("event", [_removed, _reset])
+def test_an_adapter_whose_files_changed_before_it_was_loaded_again_takes_no_part(
+    digests: _Digests, event: Callable[[SchedulerTestbed], None]
+) -> None:
+    """Otherwise KV of the files of before is loaded for those that the engine has now."""
+    testbed = SchedulerTestbed(adapters=digests.adapters)
+    testbed.client.credit(32)
+    digests.known(_lora())
+    stored = _stored(testbed, _matched(testbed, testbed.request(300, "one", lora=_lora())))
+    assert len(stored) == 4
+    event(testbed)
+    digests.contents["/x"] = b"other"
+    assert digests.known(_lora()) == "replaced"
+    testbed.hold(stored, RAM)
+    request = testbed.request(300, "two", lora=_lora())
+    assert testbed.ask(request) == 0
+    testbed.finish(request)
+    assert testbed.scheduler.skipped["adapter_replaced"] == 1
+
+
+def test_an_adapter_whose_files_are_the_same_is_read_once(digests: _Digests) -> None:
+    testbed = SchedulerTestbed(adapters=digests.adapters)
+    testbed.client.credit(32)
+    digest = digests.known(_lora())
+    stored = _stored(testbed, _matched(testbed, testbed.request(300, "one", lora=_lora())))
+    _removed(testbed)
+    testbed.hold(stored, RAM)
+    assert digests.known(_lora()) == digest
+    assert digests.read_paths == ["/x"]
+    assert testbed.ask(testbed.request(300, "two", lora=_lora())) == 4 * CHUNK
+
+
+def test_a_request_waits_while_the_files_are_compared_but_not_for_ever(digests: _Digests) -> None:
+    testbed = SchedulerTestbed(adapters=digests.adapters)
+    digests.known(_lora())
+    digests.release.clear()
+    _removed(testbed)
+    request = testbed.request(300, lora=_lora())
+    testbed.hold(request.keys(0, 4))
+    assert testbed.ask(request) is None
+    digests.now += CHECK_SECONDS
+    assert testbed.ask(request) == 0
+    digests.release.set()
+
+
+def test_two_layouts_of_the_same_files_do_not_share(digests: _Digests) -> None:
+    """vLLM reads the weights of experts as the request says (``is_3d_lora_weight``)."""
+    one = digests.known(_lora(number=1))
+    assert digests.known(_lora(number=2, is_3d_lora_weight=True)) != one
+    assert digests.adapters.digest(_lora(number=1, is_3d_lora_weight=True)) == "replaced"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from tests.unit.scheduler.scheduler_testbed import (
     CHUNK,
@@ -11,11 +14,17 @@ from tests.unit.scheduler.scheduler_testbed import (
     location_of,
     topology,
 )
+from vllm.multimodal.hasher import MultiModalHasher
 
 from kvtier.engines.vllm.metrics import KVTierStats
 from kvtier.store.generations import unpack_location
 from kvtier.tierd.replication import Replica
 from kvtier.tierd.wire import Load, LoadReleased, Promote
+
+
+def _media(name: str, identifier: str = "") -> SimpleNamespace:
+    """An image, by the name that it has in keys; with an adapter vLLM adds the adapter's."""
+    return SimpleNamespace(mm_hash=name, identifier=identifier or name)
 
 
 def test_a_detached_engine_matches_nothing() -> None:
@@ -146,6 +155,10 @@ def test_a_missing_delta_disables_matches_until_a_snapshot_arrives(
     [
         ({"prompt_embeds": object()}, "prompt_embeds"),
         ({"resumable": True}, "streaming_session"),
+        ({"mm_features": [_media("my-image")]}, "media_id"),
+        ({"mm_features": [_media("ab" * 32), _media("")]}, "media_id"),
+        ({"mm_features": [_media("my-image", "adapter:my-image")]}, "media_id"),
+        ({"mm_features": [SimpleNamespace(identifier="my-image")]}, "media_id"),
         ({"skip_reading_prefix_cache": True}, "not_read"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -162,6 +175,16 @@ def test_requests_that_must_not_be_loaded_are_skipped_and_counted_by_reason(
     assert stats.data["skipped_requests"] == {reason: 1}
     testbed.scheduler.collect_stats(stats)
     assert stats.data["skipped_requests"] == {reason: 1}
+
+
+@pytest.mark.parametrize("algorithm", ["blake3", "sha256", "sha512"])
+def test_media_that_vllm_has_hashed_are_loaded(testbed: SchedulerTestbed, algorithm: Any) -> None:
+    digest = MultiModalHasher.hash_kwargs(algorithm, model_id="m", image=b"an image")
+    request = testbed.request(
+        300, mm_features=[_media(digest), _media(digest, f"adapter:{digest}")]
+    )
+    testbed.hold(request.keys(0, 4))
+    assert testbed.ask(request) == 4 * CHUNK
 
 
 def test_a_request_that_is_served_is_not_counted_as_skipped(testbed: SchedulerTestbed) -> None:

@@ -331,6 +331,9 @@ class _Listener:
     def on_engine_signal(self, name: str) -> None:
         self.seen.append(name)
 
+    def on_adapter_removed(self) -> None:
+        self.seen.append("an adapter was removed")
+
 
 @pytest.mark.parametrize(
     ("method", "signals"),
@@ -338,6 +341,8 @@ class _Listener:
         ("reload_weights", ["reload_weights"]),
         ("a_function_of_a_trainer", ["a_function_of_a_trainer"]),
         (lambda worker: None, ["a function"]),
+        ("remove_lora", ["an adapter was removed"]),
+        ("add_lora", []),
         ("profile", []),
         ("compute_weight_checksums", []),
     ],
@@ -355,6 +360,18 @@ def test_rpcs_that_may_change_weights_are_signals(method: object, signals: list[
     EngineCore.collective_rpc(core, method=method)  # type: ignore[arg-type]
     assert called == [method, method]
     assert listener.seen == signals * 2
+
+
+def test_the_removal_of_an_adapter_is_a_signal() -> None:
+    from vllm.v1.engine.core import EngineCore
+
+    listener = _Listener()
+    engine_signals.listen(listener)
+    removed: list[int] = []
+    core = SimpleNamespace(model_executor=SimpleNamespace(remove_lora=removed.append))
+    EngineCore.remove_lora(core, 7)  # type: ignore[arg-type]
+    assert removed == [7]
+    assert listener.seen == ["an adapter was removed"]
 
 
 def test_a_request_of_the_one_step_that_takes_the_fingerprint_is_stored(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -208,3 +210,34 @@ def test_sleep_and_wake_up_of_the_worker_are_noticed(monkeypatch: pytest.MonkeyP
     worker.wake_up(tags=["weights"])
     worker.wake_up(tags=["kv_cache"])
     assert calls == ["drained", "sleep 1", "wake ['weights']", "wake ['kv_cache']", "resumed"]
+
+
+def test_a_release_of_the_memory_of_the_kv_cache_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM 0.32 releases it without sleep (``release_kv_cache_memory``)."""
+    calls: list[str] = []
+    worker = SimpleNamespace(
+        sleep=lambda level: None,
+        wake_up=lambda tags=None: calls.append("wake"),
+        discard=lambda tags: calls.append(f"discard {tags}"),
+    )
+    monkeypatch.setattr(weights, "_worker_of", lambda config: worker)
+    weights.watch_sleep(None, lambda: calls.append("drained"), lambda: calls.append("resumed"))  # type: ignore[arg-type]
+    worker.discard(("weights",))
+    worker.discard(("kv_cache",))
+    worker.wake_up()
+    assert calls == ["discard ('weights',)", "drained", "discard ('kv_cache',)", "wake", "resumed"]
+
+
+def test_vllm_releases_memory_of_its_workers_by_no_other_method() -> None:
+    """A method that a release adds must end copies as well."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    released = {
+        name
+        for name, each in vars(Worker).items()
+        if inspect.isfunction(each)
+        and re.search(r"sleep_mode_backend\.(?!resume)", inspect.getsource(each))
+    }
+    assert released == {"sleep", "discard"}

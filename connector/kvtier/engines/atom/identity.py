@@ -19,6 +19,7 @@ from kvtier.engines.common.model_identity import (
     EngineIdentity,
     model_source,
     plain,
+    plain_configuration,
     rope_depends_on_length,
 )
 from kvtier.namespace import canonical_json
@@ -89,7 +90,7 @@ def describe(
             "name": Path(str(config.model)).name,
             "weights": "dummy" if getattr(config, "load_dummy", None) else "",
         },
-        "configuration": plain(shape, "configuration", reasons),
+        "configuration": plain_configuration(shape, "configuration", reasons),
         "max_model_len": config.max_model_len if rope_depends_on_length(text) else None,
         "dtype": str(getattr(config, "torch_dtype", "")),
         "kv_cache_dtype": str(config.kv_cache_dtype),

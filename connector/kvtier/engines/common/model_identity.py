@@ -25,6 +25,10 @@ IGNORED_CONFIG_KEYS = frozenset(
         "dtype",
     }
 )
+"""In a model's configuration and its parts: how it was written, and the type of the weights, which
+is part of the identity in its effective form."""
+QUANTIZATION_KEYS = frozenset({"quantization_config", "compression_config"})
+"""In these, ``dtype`` is the type of activations and cannot be left out."""
 MAX_CONFIG_FILE_BYTES = 64 << 20
 CONFIG_SUFFIXES = (".json", ".py")
 _IGNORED_FILES = re.compile(
@@ -140,14 +144,28 @@ def as_mapping(configuration: Any) -> Mapping[str, object]:
     return found if isinstance(found, Mapping) else {}
 
 
+def plain_configuration(
+    configuration: Mapping[str, object], where: str, reasons: list[str]
+) -> dict[str, object]:
+    """Returns the configuration of a model in JSON's types, without ``IGNORED_CONFIG_KEYS``, as
+    ``plain`` does."""
+    found: dict[str, object] = {}
+    for key, each in configuration.items():
+        name = str(key)
+        if name in IGNORED_CONFIG_KEYS:
+            continue
+        is_part = name.endswith("_config") and name not in QUANTIZATION_KEYS
+        if is_part and isinstance(each, Mapping):
+            found[name] = plain_configuration(each, f"{where}.{name}", reasons)
+        else:
+            found[name] = plain(each, f"{where}.{name}", reasons)
+    return found
+
+
 def plain(value: object, where: str, reasons: list[str]) -> Any:
     """Returns ``value`` in JSON's types; adds a reason for every part without a stable text."""
     if isinstance(value, Mapping):
-        return {
-            str(key): plain(each, f"{where}.{key}", reasons)
-            for key, each in value.items()
-            if str(key) not in IGNORED_CONFIG_KEYS
-        }
+        return {str(key): plain(each, f"{where}.{key}", reasons) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [plain(each, where, reasons) for each in value]
     if isinstance(value, set | frozenset):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _NOTHING_HASHED: Words = np.empty(0, np.int64)
+_CONTENT_DIGEST = re.compile(r"[0-9a-f]{64}([0-9a-f]{64})?")
+"""A digest of 256 or 512 bits, which vLLM computes of media."""
 ALL_TIERS = -1
 """Every presence bit."""
 
@@ -156,7 +159,8 @@ class RequestState:
     def is_cacheable(self, adapters: AdapterDigests) -> bool:
         """Returns whether the request has keys.
 
-        False if it is skipped, or while the digest of its LoRA adapter is being computed.
+        False if it is skipped, or while the digest of its LoRA adapter is being computed or
+        compared with the files.
         """
         if self.skip_reason:
             return False
@@ -168,7 +172,7 @@ class RequestState:
         if isinstance(digest, bytes):
             self._adapter_digest = digest
             return True
-        if digest != "unknown" or self._adapter_digest is not None:
+        if digest not in ("unknown", "checked"):
             self.skip_reason = "adapter_replaced" if digest == "replaced" else "adapter_unreadable"
         return False
 
@@ -279,7 +283,17 @@ def initial_skip_reason(request: Request) -> str:
     if getattr(request, "resumable", False):
         # A streaming session replaces tokens that were sampled; its hashes are not rolled back.
         return "streaming_session"
+    if any(_named_by_client(each) for each in getattr(request, "mm_features", None) or ()):
+        # The same name may stand for another image after a restart, or for another client.
+        return "media_id"
     return ""
+
+
+def _named_by_client(feature: object) -> bool:
+    """Returns whether a client has named an image, a video or audio (``uuid``), instead of a digest
+    of its content by vLLM."""
+    name = getattr(feature, "mm_hash", None) or getattr(feature, "identifier", None)
+    return not (isinstance(name, str) and _CONTENT_DIGEST.fullmatch(name))
 
 
 def reads_no_cache(request: Request) -> bool:

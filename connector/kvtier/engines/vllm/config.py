@@ -121,20 +121,29 @@ def group_of(group: Any) -> KVCacheGroup:
     from vllm.v1 import kv_cache_interface as specs
 
     spec = group.kv_cache_spec
-    if type(spec) is specs.UniformTypeKVCacheSpecs:
-        inner = list(spec.kv_cache_specs.values())
-        kinds = {type(each) for each in inner}
-        sizes = {each.block_size for each in inner}
-        if len(kinds) != 1 or len(sizes) != 1:
-            return KVCacheGroup(
-                GroupKind.OTHER,
-                int(spec.block_size),
-                f"mixed: {sorted(kind.__name__ for kind in kinds)}",
-            )
-        spec = inner[0]
+    uniform = type(spec) is specs.UniformTypeKVCacheSpecs
+    layers = list(spec.kv_cache_specs.values()) if uniform else [spec]
+    excluded = getattr(group, "host_resident", False) or not getattr(
+        group, "enable_kv_transfer", True
+    )
+    described = [_group_of_layers(each, excluded) for each in layers]
+    # What one layer does not allow holds for the group.
+    first = next((each for each in described if each.kind is GroupKind.OTHER), described[0])
+    if first.kind is GroupKind.OTHER or all(
+        replace(each, name=first.name) == first for each in described
+    ):
+        return first
+    names = ", ".join(sorted({each.name for each in described}))
+    return KVCacheGroup(GroupKind.OTHER, int(spec.block_size), f"mixed: {names}")
+
+
+def _group_of_layers(spec: Any, excluded: bool) -> KVCacheGroup:
+    """Returns the description of a group whose layers all have ``spec``."""
+    from vllm.v1 import kv_cache_interface as specs
+
     name = type(spec).__name__
     block_tokens = int(getattr(spec, "block_size", 0) or 0)
-    if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
+    if excluded:
         return KVCacheGroup(GroupKind.OTHER, block_tokens, f"{name}, excluded from KV transfer")
     if getattr(spec, "non_causal", False):
         # vLLM clears enable_prefix_caching for such models, but in EngineCore only: a worker

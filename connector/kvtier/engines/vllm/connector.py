@@ -25,7 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvtier.config.loader import load_for_engine
-from kvtier.engines.common.lora import AdapterDigests
+from kvtier.engines.common.lora import AdapterDigests, AdapterFiles
 from kvtier.engines.common.tierd_session import TierdSession
 from kvtier.engines.vllm import early_pool, early_start, engine_signals, weights
 from kvtier.engines.vllm.config import (
@@ -161,7 +161,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         engine = engine_name(vllm_config)
         identity = IdentityBuilder(vllm_config, planner, topology.structural)
         session = TierdSession(topology, planner, engine, identity)
-        adapters = AdapterDigests(settings=adapter_settings(vllm_config))
+        adapters = AdapterDigests(AdapterFiles(adapter_settings(vllm_config)))
         scheduler = KVTierConnectorScheduler(session, planner, adapters=adapters)
         scheduler.events = events_for(vllm_config, kv_cache_config, topology, planner, session)
         self._supervisor = early_start.take(directory, topology)

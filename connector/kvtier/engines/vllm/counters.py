@@ -87,8 +87,8 @@ COUNTERS = (
         "Finished requests that took no part, or only stored, by reason.",
         "reason",
         (
-            "adapter_replaced", "adapter_unreadable", "error", "not_read", "prompt_embeds", "reset",
-            "skip_load", "streaming_session",
+            "adapter_replaced", "adapter_unreadable", "error", "media_id", "not_read",
+            "prompt_embeds", "reset", "skip_load", "streaming_session",
         ),
     ),
     Metric("loaded_bytes", "Bytes copied from the memory tier to GPU memory."),

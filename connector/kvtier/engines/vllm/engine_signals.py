@@ -1,4 +1,5 @@
-"""Signals of EngineCore after which the weights may be others: RPCs to the workers, and resuming.
+"""Signals of EngineCore after which weights or adapters may be others: RPCs to the workers, and
+resuming.
 
 Updates of weights, sleep and functions of the user reach the workers through
 ``EngineCore.collective_rpc``, whose name and arguments are the same in all supported versions. Each
@@ -14,6 +15,8 @@ from typing import Any, Protocol
 
 logger = logging.getLogger(__name__)
 _WRAPPED = "_kvtier_signals"
+REMOVAL = "remove_lora"
+"""Changes no weights, but what an adapter's number stands for."""
 HARMLESS_CALLS = frozenset(
     {
         "add_lora",
@@ -42,6 +45,10 @@ class SignalListener(Protocol):
         """The engine's thread is about to do something that can change weights."""
         ...
 
+    def on_adapter_removed(self) -> None:
+        """The engine's thread is about to remove a LoRA adapter."""
+        ...
+
 
 _listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -54,7 +61,7 @@ def listen(listener: SignalListener) -> None:
     from vllm.v1.engine.core import EngineCore
 
     _listeners.add(listener)
-    for name in ("collective_rpc", "resume_scheduler", "wake_up"):
+    for name in ("collective_rpc", "resume_scheduler", "wake_up", REMOVAL):
         _wrap(EngineCore, name)
 
 
@@ -69,7 +76,7 @@ def _wrap(owner: type, name: str) -> None:
         if name == "collective_rpc":
             method = arguments[0] if arguments else named.get("method")
             called = method if isinstance(method, str) else "a function"
-        if called not in HARMLESS_CALLS:
+        if called == REMOVAL or called not in HARMLESS_CALLS:
             _signal(called)
         return original(self, *arguments, **named)
 
@@ -80,6 +87,9 @@ def _wrap(owner: type, name: str) -> None:
 def _signal(name: str) -> None:
     for listener in list(_listeners):
         try:
-            listener.on_engine_signal(name)
+            if name == REMOVAL:
+                listener.on_adapter_removed()
+            else:
+                listener.on_engine_signal(name)
         except Exception as error:  # the call is vLLM's and goes on in any case
             logger.exception("KVTier: cannot handle the signal %s: %s", name, error)

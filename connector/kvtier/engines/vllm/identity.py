@@ -20,9 +20,10 @@ from kvtier.engines.common.model_identity import (
     EngineIdentity,
     as_mapping,
     model_source,
-    plain,
+    plain_configuration,
     rope_depends_on_length,
 )
+from kvtier.engines.vllm.identity_environment import environment_settings, installed_plugins
 from kvtier.engines.vllm.identity_fields import draft_settings, encoder_scales, settings_of
 from kvtier.namespace import canonical_json
 from kvtier.planner import Planner
@@ -100,24 +101,25 @@ def describe(
     ``none_hash``: the seed of the chain of block hashes. Blocks: it reads the model's small files.
     """
     import vllm
+    from vllm.platforms import current_platform
 
     reasons: list[str] = []
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
-    algorithm = str(cache.prefix_caching_hash_algo)
+    algorithm, kv_cache_dtype = str(cache.prefix_caching_hash_algo), str(cache.cache_dtype)
     seed_reason = unstable_seed(algorithm, none_hash)
     if seed_reason:
         reasons.append(seed_reason)
     identity: dict[str, object] = {
         "engine": {"name": "vllm", "version": str(vllm.__version__)},
         "model": model_source(model, structural.isolation.model_revision, reasons),
-        "configuration": plain(as_mapping(model.hf_config), "configuration", reasons),
-        "text_configuration": plain(
+        "configuration": plain_configuration(as_mapping(model.hf_config), "configuration", reasons),
+        "text_configuration": plain_configuration(
             as_mapping(model.hf_text_config), "text_configuration", reasons
         ),
         "max_model_len": _rope_length(model),
         "dtype": str(model.dtype),
         "quantization": str(model.quantization or ""),
-        "kv_cache_dtype": str(cache.cache_dtype),
+        "kv_cache_dtype": kv_cache_dtype,
         "kv_cache_dtype_skip_layers": [
             str(layer) for layer in getattr(cache, "kv_cache_dtype_skip_layers", ())
         ],
@@ -138,7 +140,12 @@ def describe(
         "implementation": str(getattr(model, "architecture", "")),
         "settings": settings_of(config, reasons)
         | encoder_scales(getattr(model, "multimodal_config", None), reasons),
+        "environment": environment_settings(model, reasons),
+        "plugins": installed_plugins(reasons),
     }
+    if "fp8" in kv_cache_dtype:
+        # Tensors of bytes, which some devices read as another format of 8 bits.
+        identity["kv_cache_fp8"] = str(current_platform.fp8_dtype())
     speculative = config.speculative_config
     if speculative is not None and (settings := draft_settings(speculative, reasons)) is not None:
         identity["draft"] = _draft(speculative, reasons) | {"settings": settings}
@@ -170,7 +177,9 @@ def _draft(speculative: Any, reasons: list[str]) -> dict[str, object]:
     model = getattr(speculative, "draft_model_config", None)
     if model is not None:
         draft["model"] = model_source(model, "", reasons)
-        draft["configuration"] = plain(as_mapping(model.hf_config), "draft.configuration", reasons)
+        draft["configuration"] = plain_configuration(
+            as_mapping(model.hf_config), "draft.configuration", reasons
+        )
         draft["dtype"] = str(getattr(model, "dtype", ""))
         draft["quantization"] = str(getattr(model, "quantization", "") or "")
         draft["max_model_len"] = _rope_length(model)

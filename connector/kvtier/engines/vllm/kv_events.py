@@ -297,6 +297,9 @@ class KVEvents:
     @property
     def pending(self) -> bool:
         """Whether ``take`` may return something."""
+        if self._failed:
+            # The I/O thread may still note a change.
+            return False
         changes = self._changes
         return bool(self._waiting or changes.keys or changes.all_changed or self._compare)
 

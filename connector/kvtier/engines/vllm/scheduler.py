@@ -130,6 +130,8 @@ class KVTierConnectorScheduler:
         if state.scheduled:
             state.drop_blocks()
         state.computed_tokens = num_computed_tokens
+        if not state.skip_reason and self._adapters.worth_waiting(request.lora_request):
+            return None, False
         reason = self._skip_reason(state)
         if reason:
             self.loads.cancel_promotion(state)
@@ -424,6 +426,10 @@ class KVTierConnectorScheduler:
         self._begin_hook()
         self._weights_may_have_changed(name, reset=False)
 
+    def on_adapter_removed(self) -> None:
+        """vLLM reads an adapter's files again when the next request names it."""
+        self._adapters.check_again()
+
     def _begin_hook(self) -> None:
         """Every hook begins with what has happened since the last one."""
         if self.weights.was_reset():
@@ -439,6 +445,7 @@ class KVTierConnectorScheduler:
         self.weights.rise(reset=reset)
         if reset and self.events is not None:
             self.events.announce_again()
+        self._adapters.check_again()
         logger.info("KVTier: identity %d: %s", self.weights.number, cause)
         self.session.suspend(assumed=self.weights.assumed)
         self.stores.reset()

@@ -20,7 +20,7 @@ import functools
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _WRAPPED = "_kvtier_wrapped"
+KV_CACHE_TAG = "kv_cache"
+"""vLLM's name of the memory of the KV cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,8 +245,9 @@ def _unreadable(error: Exception) -> WeightsFingerprint:
 def watch_sleep(
     vllm_config: VllmConfig, on_sleep: Callable[[], None], on_wake_up: Callable[[], None]
 ) -> None:
-    """Calls ``on_sleep`` before the worker that has ``vllm_config`` sleeps, which may release the
-    memory of its KV cache, and ``on_wake_up`` after it has woken up, on the worker's thread."""
+    """Calls ``on_sleep`` before the worker that has ``vllm_config`` sleeps, or discards the memory
+    of its KV cache without that, and ``on_wake_up`` after it has woken up, on the worker's thread.
+    """
     worker = _worker_of(vllm_config)
     sleep, wake_up = getattr(worker, "sleep", None), getattr(worker, "wake_up", None)
     if worker is None or sleep is None or wake_up is None:
@@ -259,11 +262,23 @@ def watch_sleep(
     def wake_up_with_copies(*arguments: Any, **named: Any) -> Any:
         result = wake_up(*arguments, **named)
         tags = arguments[0] if arguments else named.get("tags")
-        if tags is None or "kv_cache" in tags:
+        if tags is None or KV_CACHE_TAG in tags:
             on_wake_up()
         return result
 
     worker.sleep, worker.wake_up = sleep_without_copies, wake_up_with_copies
+    discard = getattr(worker, "discard", None)
+    if discard is None:
+        return
+
+    @functools.wraps(discard)
+    def discard_without_copies(tags: Sequence[str], *arguments: Any, **named: Any) -> Any:
+        if KV_CACHE_TAG in tags:
+            on_sleep()
+        return discard(tags, *arguments, **named)
+
+    # 0.32: ``release_kv_cache_memory`` of the engine.
+    worker.discard = discard_without_copies
 
 
 def capture_seconds() -> float:

@@ -6,6 +6,7 @@ vLLM pickles them between processes of one version.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
+
+logger = logging.getLogger(__name__)
+_logged: set[int] = set()
+
+
+def _log_once(child: int, what: str, error: Exception) -> None:
+    if child not in _logged:
+        _logged.add(child)
+        logger.error(
+            "KVTier: connectors[%d] cannot combine the %s of its ranks", child, what, exc_info=error
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +58,8 @@ class MultiWorkerReport(KVConnectorWorkerMetadata):
 
     ``sent``: by child, how many ranks have finished sending a request. ``synchronous``: loads that
     ended within the step, with whether one failed. ``errors``: by child, how often a hook raised.
-    ``dead``: children that a rank could not create or start.
+    ``dead``: children that a rank could not create or start. ``uncombined``: children that raised
+    when the reports of two ranks were combined; they get none of this step.
     """
 
     children: tuple[KVConnectorWorkerMetadata | None, ...]
@@ -54,23 +67,34 @@ class MultiWorkerReport(KVConnectorWorkerMetadata):
     synchronous: dict[str, bool] = field(default_factory=dict)
     errors: dict[int, int] = field(default_factory=dict)
     dead: frozenset[int] = frozenset()
+    uncombined: frozenset[int] = frozenset()
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> MultiWorkerReport:
         """Combines the reports of two ranks for the same step."""
         if not isinstance(other, MultiWorkerReport):
             return self
+        uncombined = self.uncombined | other.uncombined
+        children: list[KVConnectorWorkerMetadata | None] = []
+        errors = _sums(self.errors, other.errors)
+        for index, (one, two) in enumerate(zip(self.children, other.children, strict=True)):
+            try:
+                combined = None if index in uncombined else _aggregated(one, two)
+            except Exception as error:  # noqa: BLE001 - vLLM would end the engine
+                _log_once(index, "reports", error)
+                combined = None
+                uncombined |= {index}
+                errors[index] = errors.get(index, 0) + 1
+            children.append(combined)
         return MultiWorkerReport(
-            children=tuple(
-                _aggregated(one, two)
-                for one, two in zip(self.children, other.children, strict=True)
-            ),
+            children=tuple(children),
             sent=tuple(_sums(one, two) for one, two in zip(self.sent, other.sent, strict=True)),
             synchronous={
                 name: self.synchronous.get(name, False) or other.synchronous.get(name, False)
                 for name in self.synchronous.keys() | other.synchronous.keys()
             },
-            errors=_sums(self.errors, other.errors),
+            errors=errors,
             dead=self.dead | other.dead,
+            uncombined=uncombined,
         )
 
 
@@ -117,9 +141,12 @@ class MultiKVEvents(KVConnectorKVEvents):
             own = self.children[each.child]
             if own is None:
                 self.children[each.child] = each.events
-            else:
+                continue
+            try:
                 own.add_events(each.events.get_all_events())
                 own.increment_workers(each.events.get_number_of_workers())
+            except Exception as error:  # noqa: BLE001 - vLLM would end the engine
+                _log_once(each.child, "events", error)
 
     def aggregate(self) -> MultiKVEvents:
         """Each child aggregates its own events when it receives them."""

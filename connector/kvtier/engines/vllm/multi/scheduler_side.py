@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -159,7 +160,9 @@ class MultiSchedulerSide:
             state.outcomes[index] = "failed_before"
             return NOTHING
         raised = child.raised
-        answer = child.call("get_num_new_matched_tokens", NOTHING, request, computed_tokens)
+        answer = child.read(
+            "get_num_new_matched_tokens", _lookup_answer, NOTHING, request, computed_tokens
+        )
         if child.raised != raised:
             self._trouble(index)
             state.outcomes[index] = "error"
@@ -170,8 +173,6 @@ class MultiSchedulerSide:
 
     def _verdict(self, index: int, answer: tuple[int | None, bool], missing_tokens: int) -> str:
         """Returns the outcome of an answer; "fewer" if it can be used."""
-        if not isinstance(answer, tuple) or len(answer) != 2:
-            return "invalid"
         tokens, is_async = answer
         if tokens is None:
             return "not_yet"
@@ -424,6 +425,11 @@ class MultiSchedulerSide:
             "given_up": len(self._give_up_at),
             "partial_tails": len(self._partial_tails),
         }
+
+
+def _lookup_answer(answer: Any) -> tuple[int | None, bool]:
+    tokens, is_async = answer
+    return None if tokens is None else operator.index(tokens), bool(is_async)
 
 
 def _finish_answer(answer: Any) -> tuple[bool, dict[str, Any] | None]:
