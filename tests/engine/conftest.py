@@ -58,7 +58,7 @@ def sidecar(model: Path, payload: Path, scratch: Path) -> Iterator[EngineTestbed
 
     RAM does not outlive the daemon, so after a new daemon everything comes from files.
     """
-    tuning = EngineOptions(daemon=Daemon.SIDECAR, persistence="Process", load_timeout_seconds=3)
+    tuning = EngineOptions(daemon=Daemon.SIDECAR, persistence="Process", load_timeout_seconds=10)
     case = EngineTestbed(scratch / "sidecar", model, payload, tuning)
     try:
         case.start_daemon()

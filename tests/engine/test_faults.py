@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -13,7 +12,7 @@ import pytest
 from tests.support.slow_copies import running_copies, set_copy_seconds, wait_copying
 
 from kvtier.harness.engine_requests import ReferenceEngine
-from kvtier.harness.engine_testbed import CHUNK_TOKENS, SNAPSHOT_SECONDS, EngineTestbed
+from kvtier.harness.engine_testbed import CHUNK_TOKENS, EngineTestbed
 from kvtier.harness.tiny_model import prompt
 from kvtier.tierd.wire import GENERATIONS_NAME
 from kvtier.transfer.engine import Direction
@@ -80,6 +79,7 @@ def test_a_request_that_waits_for_a_slow_tier_does_not_delay_others(
     answer = requests.finish([quick])
     assert answer[quick]["tokens"] == plain.tokens(other)
     assert slow in requests.engine.call("state")["requests"]
+    testbed.set_faults()
     assert requests.finish([slow])[slow]["tokens"] == plain.tokens(tokens)
 
 
@@ -87,7 +87,7 @@ def test_a_request_aborted_while_it_waits_leaves_nothing_behind(
     testbed: EngineTestbed, plain: ReferenceEngine
 ) -> None:
     tokens = _stored(testbed, plain, 305)
-    testbed.set_faults(read={"delay_seconds": 1.0})
+    testbed.set_faults(read={"delay_seconds": 3.0})
     requests = testbed.requests()
     name = requests.add(tokens)
     requests.engine.call("step", count=3)
@@ -165,7 +165,7 @@ def _lose_daemon_under_a_copy(case: EngineTestbed, stop_signal: signal.Signals) 
         case.wait_for(
             lambda: (case.status() or {}).get("started", False), "the new daemon has no pool"
         )
-        time.sleep(SNAPSHOT_SECONDS)
+        case.wait_snapshot()
         status = case.status()
         assert status is not None
         assert status["fenced"]

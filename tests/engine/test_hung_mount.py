@@ -15,7 +15,8 @@ from kvtier.harness.tiny_model import prompt
 from kvtier.processes import ProcessIdentity, main_thread_exited, pid_namespace, process_start
 from kvtier.scorecard.mount import FaultyMount, faulty_mount, unavailable
 
-EXIT_SECONDS = 5.0
+EXIT_SECONDS = 20.0
+"""It takes two or three seconds, and what a busy machine adds. A call that hangs does not end."""
 CHUNKS = 6
 
 
@@ -56,11 +57,11 @@ def case(model: Path, payload: Path, scratch: Path, mount: FaultyMount) -> Itera
 def _exit_seconds(engine: DrivenEngine) -> float:
     assert engine.call("exit") == "bye"
     began = time.monotonic()
-    engine.process.wait(60)
+    engine.process.wait(120)
     return time.monotonic() - began
 
 
-def test_an_engine_and_its_tierd_exit_within_five_seconds_with_a_hung_mount(
+def test_an_engine_and_its_tierd_exit_in_time_with_a_hung_mount(
     case: EngineTestbed, mount: FaultyMount, plain: ReferenceEngine, alone: DrivenEngine
 ) -> None:
     stored, other = (prompt(CHUNKS * CHUNK_TOKENS + 5, 900 + index) for index in range(2))

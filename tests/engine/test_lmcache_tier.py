@@ -50,7 +50,7 @@ def test_tokens_are_identical_with_ram_and_lmcache(
     server = kind(home / "server")
     server.start()
     proxy = FaultyProxy(server)
-    options = EngineOptions(daemon=Daemon.SIDECAR, lmcache_url=proxy.url, load_timeout_seconds=2)
+    options = EngineOptions(daemon=Daemon.SIDECAR, lmcache_url=proxy.url)
     case = EngineTestbed(home / "case", model, payload, options)
     tokens = prompt(CHUNKS * CHUNK_TOKENS + 5, 700)
     try:
@@ -68,6 +68,7 @@ def test_tokens_are_identical_with_ram_and_lmcache(
         for other in (hung, lied):
             assert case.requests().run(other) == plain.tokens(other)
         case.settle_stores()
+        case.retune(2, load_timeout_seconds=2)
         restart(case)
         for mode, other in (("hang", hung), ("lie", lied)):
             proxy.set(mode)
@@ -77,6 +78,12 @@ def test_tokens_are_identical_with_ram_and_lmcache(
             proxy.set("")
             # The breaker opens on a hang, and closes when a check succeeds.
             case.wait_attached()
+        # A busy machine may take longer than that.
+        case.retune(3, load_timeout_seconds=120)
+        case.wait_for(
+            lambda: (case.status() or {}).get("appliedGeneration") == 3, "the value is not applied"
+        )
+        case.wait_attached()
         with case.loads("disk") as loads:
             assert case.requests().run(tokens) == plain.tokens(tokens)
         assert loads.tokens == CHUNKS * CHUNK_TOKENS

@@ -162,14 +162,21 @@ def test_faults_are_seen_on_their_panels_and_raise_their_alert(serving: Serving)
         }
 
     prometheus.wait(seen, lambda: f"{missing} {prometheus.alerts()}", serving.serve)
-    open_volumes = prometheus.query('max by (volume) (kvtier_volume_state{state="BreakerOpen"})')
-    assert {each["metric"]["volume"]: each["value"][1] for each in open_volumes} == dict.fromkeys(
-        VOLUMES, "1"
-    )
-    found = prometheus.query('sum(kvtier_tier_state{state="BreakerOpen",tier="disk"})')
-    assert float(found[0]["value"][1]) == 1
-    found = prometheus.query('kvtier_condition{type="LiveValuesRefused"}')
-    assert [float(each["value"][1]) for each in found] == [1]
+
+    def open_volumes() -> dict[str, str]:
+        found = prometheus.query('max by (volume) (kvtier_volume_state{state="BreakerOpen"})')
+        return {each["metric"]["volume"]: each["value"][1] for each in found}
+
+    def values(query: str) -> list[float]:
+        return [float(each["value"][1]) for each in prometheus.query(query)]
+
+    every = dict.fromkeys(VOLUMES, "1")
+    prometheus.wait(lambda: open_volumes() == every, lambda: str(open_volumes()), serving.serve)
+    for query in (
+        'sum(kvtier_tier_state{state="BreakerOpen",tier="disk"})',
+        'kvtier_condition{type="LiveValuesRefused"}',
+    ):
+        prometheus.wait(lambda q=query: values(q) == [1], lambda q=query: f"{q}: {values(q)}")
 
 
 @pytest.mark.parametrize("board", [ON_CALL, CAPACITY], ids=lambda board: board.name)

@@ -77,11 +77,29 @@ def served(model: Path, payload: Path, scratch: Path) -> Iterator[tuple[EngineTe
         )
         case.wait_attached()
         # A subscriber sees what is published after its connection.
-        time.sleep(0.5)
+        case.wait_for(lambda: _is_heard(case, router), "the router hears nothing")
         yield case, router
     finally:
         router.close()
         case.close()
+
+
+def _is_heard(case: EngineTestbed, router: Router) -> bool:
+    """Whether what is published reaches the router. Each prompt has blocks of its own."""
+    case.requests().run(prompt(2 * BLOCK_TOKENS, time.monotonic_ns() % (1 << 30)))
+    router.take()
+    return bool(router.stored)
+
+
+def _agrees(case: EngineTestbed, router: Router) -> bool:
+    """Whether the router knows of as many blocks as the engine's replica. vLLM publishes with its
+    steps, and events are on their way for a while."""
+    case.requests().run(prompt(BLOCK_TOKENS, 799))
+    router.take()
+    return all(
+        len(router.blocks(*where)) == PER_CHUNK * len(_held_by_tierd(case, kind))
+        for where, kind in ((("CPU",), "ram"), (("STORAGE", "disk"), "disk"))
+    )
 
 
 def _held_by_tierd(case: EngineTestbed, kind: str) -> set[Any]:
@@ -99,14 +117,10 @@ def test_a_router_rebuilds_from_events_what_the_tiers_hold(
         tokens = prompt(CHUNKS * CHUNK_TOKENS + 5, 700 + seed)
         assert requests.run(tokens) == plain.tokens(tokens)
     case.settle_stores()
-    # vLLM publishes with its steps.
-    requests.run(prompt(BLOCK_TOKENS, 799))
-    router.take()
+    case.wait_for(lambda: _agrees(case, router), "the router and the replica differ")
     in_ram, in_files = router.blocks("CPU"), router.blocks("STORAGE", "disk")
     assert in_files >= _held_by_tierd(case, "disk")
-    assert len(in_files) == PER_CHUNK * len(_held_by_tierd(case, "disk"))
     assert in_ram >= _held_by_tierd(case, "ram")
-    assert len(in_ram) == PER_CHUNK * len(_held_by_tierd(case, "ram"))
     assert 0 < len(in_ram) < len(in_files), "RAM has evicted"
     assert any(event["medium"] == "CPU" for event in router.removed)
     # The hashes are those of the engine's own events, so a router can join them.
@@ -127,10 +141,7 @@ def test_a_router_rebuilds_from_events_what_the_tiers_hold(
     with case.loads("disk") as loads:
         assert requests.run(tokens) == plain.tokens(tokens)
     assert loads.tokens > 0
-    requests.run(prompt(BLOCK_TOKENS, 798))
-    router.take()
-    assert len(router.blocks("STORAGE", "disk")) == PER_CHUNK * len(_held_by_tierd(case, "disk"))
-    assert len(router.blocks("CPU")) == PER_CHUNK * len(_held_by_tierd(case, "ram"))
+    case.wait_for(lambda: _agrees(case, router), "the router and the replica differ")
 
 
 def test_requests_decide_what_is_loaded_and_stored(
@@ -211,7 +222,7 @@ def test_a_prefix_is_in_ram_before_its_request_comes(
         requests.run(prompt(CHUNKS * CHUNK_TOKENS + 5, 770 + seed))
     case.settle_stores()
     case.empty_gpu_cache()
-    before = case.daemon_events("prefetch_reads")
+    before, in_ram = case.daemon_events("prefetch_reads"), _held_by_tierd(case, "ram")
     name = requests.add(tokens, transfer={"kvtier.prefetch": True})
     requests.abort(name)
     case.drive("step")
@@ -219,7 +230,10 @@ def test_a_prefix_is_in_ram_before_its_request_comes(
         lambda: case.daemon_events("prefetch_reads") >= before + 2,
         "nothing is prefetched",
     )
-    time.sleep(0.5)
+    case.wait_for(
+        lambda: case.drive("settle") and bool(_held_by_tierd(case, "ram") - in_ram),
+        "the engine does not learn of it",
+    )
     with case.loads("ram") as loads:
         assert requests.run(tokens) == plain.tokens(tokens)
     assert loads.tokens > 0

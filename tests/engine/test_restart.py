@@ -61,7 +61,9 @@ def test_objects_of_a_killed_engine_serve_the_next_one(
         assert case.requests().run(tokens) == plain.tokens(tokens)
     assert loads.tokens == CHUNKS * CHUNK_TOKENS
     case.settle_stores()
-    assert case.daemon_events("recovered_objects_verified") == CHUNKS
+    case.wait_for(
+        lambda: case.daemon_events("recovered_objects_verified") == CHUNKS, "not all are verified"
+    )
 
     # Two bytes flip. One chunk is in a file as well and is read from there; the other is a miss.
     case.stop_daemon(signal.SIGKILL)
@@ -82,7 +84,10 @@ def test_objects_of_a_killed_engine_serve_the_next_one(
         assert case.requests().run(tokens) == plain.tokens(tokens)
     assert loads.tokens == CHUNKS * CHUNK_TOKENS
     case.settle_stores()
-    assert case.daemon_events("recovered_objects_dropped", "corrupt") == 2
+    case.wait_for(
+        lambda: case.daemon_events("recovered_objects_dropped", "corrupt") == 2,
+        "not both are dropped",
+    )
 
     # The pod is gone with its memory: files are all there is.
     assert case.engine is not None

@@ -24,6 +24,7 @@ from kvtier.testing.objects import NAMESPACE, buffer, make_object
 from kvtier.tiers.base import ObjectRef, TierLimits
 from kvtier.tiers.filesystem import FileSystemTier
 from kvtier.tiers.filesystem.format import HEADER_BYTES
+from kvtier.tiers.filesystem.maintenance import DirectoryMaintenance
 from kvtier.tiers.filesystem.walker import TEMPORARY_PREFIX, object_path
 
 FLIPS = 1_000
@@ -161,8 +162,10 @@ def test_partial_files_of_a_killed_process_are_removed(tmp_path: Path) -> None:
 
 
 def test_a_directory_over_its_capacity_is_reduced_before_any_write(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # The tier's own threads would reduce it before the first look.
+    monkeypatch.setattr(DirectoryMaintenance, "start_loop", lambda _: None)
     tier = open_tier(tmp_path)
     for seed in range(20):
         tier.write(*make_object(seed))

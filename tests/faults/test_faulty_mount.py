@@ -65,7 +65,7 @@ def test_a_hanging_read_blocks_no_other_call_and_resumes(
     (mount.path / "another").write_bytes(b"x")
     assert reader.is_alive()
     mount.set()
-    reader.join(30)
+    reader.join(60)
     assert found == [b"content"]
     assert not mount.holds("read")
 

@@ -103,8 +103,8 @@ def test_a_load_ends_although_the_session_of_a_rank_stops_answering(
 ) -> None:
     """The engine's thread of the rank goes on."""
     _begin_load(world, "stalled", 1_000)
-    world.other.call("stall")
     started = time.monotonic()
+    world.other.call("stall")
     wait_for(lambda: not world.kvtier.session.replica_ready, "tierd closes the engine")
     assert time.monotonic() - started > SESSION_TIMEOUT_SECONDS / 2, "it closed for another reason"
     _serves(neighbour, 1)

@@ -25,7 +25,8 @@ from kvtier.scorecard.mount import FaultyMount, faulty_mount, unavailable
 
 OBJECT_BYTES = 64 << 10
 WAIT_SECONDS = 60.0
-EXIT_SECONDS = 5.0
+EXIT_SECONDS = 20.0
+"""It takes two or three seconds, and what a busy machine adds. A call that hangs does not end."""
 KEYS = list(range(6))
 
 MakeTestbed = Callable[..., TierdTestbed]
@@ -117,7 +118,7 @@ def test_tierd_exits_during_a_hanging_read_and_its_slot_stays_quarantined(
     # The mount responds: the old threads write into their old slots, which are then free.
     mount.release()
     wait_for(lambda: not held_by_the_kernel(pid), "the threads come back")
-    wait_for(lambda: testbed.pool("quarantined") == 0, "the slots come back", 20.0)
+    wait_for(lambda: testbed.pool("quarantined") == 0, "the slots come back")
     for chunk in range(100, 120):
         engine.load([chunk])
     assert engine.seen.wrong == 0

@@ -42,14 +42,15 @@ def _check(disk: Path, directory: Path) -> None:
             lambda: testbed.counter("tier_writes") * 64 * 1024 > 64 * MIB,
             f"more than the disk is written: {testbed.status()}",
         )
-        # Others read the free space at any moment; eviction runs a second behind at most.
-        assert free_percent(disk) >= MIN_FREE_PERCENT - 1
+        # As much as the disk has was written: without ``minFree`` nothing would be free, or become
+        # free. How far eviction is behind depends on the machine.
+        wait_for(lambda: free_percent(disk) >= MIN_FREE_PERCENT - 1, "room for others")
         others = disk / "others"
         others.write_bytes(os.urandom(12 * MIB))
         wait_for(lambda: free_percent(disk) >= MIN_FREE_PERCENT - 1, "room for others again")
         before = testbed.counter("tier_writes")
         wait_for(lambda: testbed.counter("tier_writes") > before, "stores go on")
-        wait_for(lambda: "CapacityExceedsDisk" in conditions(testbed), "the condition", 30)
+        wait_for(lambda: "CapacityExceedsDisk" in conditions(testbed), "the condition")
         message = conditions(testbed)["CapacityExceedsDisk"]
         assert "tier disk: capacity 1.00 GiB exceeds its file system" in message
         engine.kill()

@@ -19,7 +19,7 @@ from tests.support.tier_files import files_below
 from kvtier.harness.file_writers import (
     OBJECT_BYTES,
     PAYLOAD_BYTES,
-    directory_bytes,
+    bytes_at_once,
     make,
     open_tier,
     start,
@@ -48,11 +48,11 @@ class Sampler:
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        self._thread.join(10)
+        self._thread.join(DEADLINE_SECONDS)
 
     def _look(self) -> None:
         while not self._stop.wait(0.02):
-            self.peak_bytes = max(self.peak_bytes, directory_bytes(self._root))
+            self.peak_bytes = max(self.peak_bytes, bytes_at_once(self._root))
             self.samples += 1
 
 

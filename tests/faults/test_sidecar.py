@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.ports import reserved_port
 from tests.support.processes import held_by_the_kernel
 
 from kvtier.config.writer import document_text
+from kvtier.files import replace_file
 from kvtier.harness.engine_process import http_request
 from kvtier.harness.tierd_testbed import (
     WAIT_SECONDS,
@@ -30,8 +31,9 @@ from kvtier.scorecard.mount import faulty_mount, unavailable
 from kvtier.tierd.sidecar_supervisor import DRAIN_NAME
 
 Start = Callable[..., "Sidecar"]
-END_SECONDS = 5.0
-"""It is a second and a half, and what a busy machine adds; a test must not fail for the latter."""
+END_SECONDS = 20.0
+"""It is a second and a half, and what a busy machine adds; a test must not fail for the latter. The
+kubelet kills a container after 30 s, and what hangs here does not end."""
 
 
 class Sidecar:
@@ -78,7 +80,7 @@ class Sidecar:
         if self.process.poll() is None:
             self.process.terminate()
             try:
-                self.process.wait(10)
+                self.process.wait(WAIT_SECONDS)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
@@ -119,7 +121,7 @@ def test_a_killed_tierd_is_restarted_with_the_same_pool_and_the_next_epoch(
     assert (testbed.run_directory / "pool").stat().st_ino == pool
     wait_for(lambda: testbed.status().get("epoch", 0) > epoch, "the epoch rises")
     wait_for(
-        lambda: engine.number("attached") == 2 and engine.seen()["usable"],
+        lambda: engine.number("attached") >= 2 and engine.seen()["usable"],
         "the engine attaches again",
     )
     engine.wait_more("loaded", 5)
@@ -189,7 +191,7 @@ def test_a_draining_tierd_drops_stores_and_serves_loads(
         "--run-directory",
         str(testbed.run_directory),
     ]
-    subprocess.run(command, env=environment(), check=True, timeout=30)
+    subprocess.run(command, env=environment(), check=True, timeout=WAIT_SECONDS)
     wait_for(
         lambda: "Draining" in [each["type"] for each in testbed.status()["conditions"]], "it drains"
     )
@@ -213,26 +215,34 @@ def test_a_drain_request_of_a_previous_container_is_ignored(
     assert not testbed.status()["conditions"]
 
 
+def _answers(port: int) -> bool:
+    try:
+        return bool(http_request(port, "GET", "/healthz", timeout_seconds=WAIT_SECONDS))
+    except OSError:
+        return False
+
+
 def test_the_sidecar_waits_for_a_valid_document_and_reports_why(
     testbed: TierdTestbed, start: Start
 ) -> None:
     structural = testbed.topology_directory / "structural.json"
     good = structural.read_text()
     structural.write_text("{")
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        port = unused.getsockname()[1]
-    sidecar = start("--port", str(port))
-    wait_for(
-        lambda: "waiting for a valid structural document" in sidecar.log(),
-        "it says what is missing",
-    )
-    assert sidecar.process.poll() is None
-    code, text = http_request(port, "GET", "/healthz", timeout_seconds=5)
-    assert (code, "structural.json" in text) == (503, True)
-    status = json.loads(http_request(port, "GET", "/status", timeout_seconds=5)[1])
-    assert [each["type"] for each in status["conditions"]] == ["TopologyNotAccepted"]
-    structural.write_text(good)
-    sidecar.wait_serving()
+    with reserved_port() as port:
+        sidecar = start("--port", str(port))
+        wait_for(
+            lambda: "waiting for a valid structural document" in sidecar.log(),
+            "it says what is missing",
+        )
+        wait_for(lambda: _answers(port), "it answers")
+        assert sidecar.process.poll() is None
+        code, text = http_request(port, "GET", "/healthz", timeout_seconds=WAIT_SECONDS)
+        assert (code, "structural.json" in text) == (503, True)
+        status = json.loads(http_request(port, "GET", "/status", timeout_seconds=WAIT_SECONDS)[1])
+        assert [each["type"] for each in status["conditions"]] == ["TopologyNotAccepted"]
+        # In one step, as the kubelet: half a document would be another one that is not valid.
+        replace_file(structural, good.encode(), 0o644)
+        sidecar.wait_serving()
     assert sidecar.log().count("waiting for a valid structural document") == 1
 
 
@@ -242,7 +252,8 @@ def test_the_first_document_stays_in_force(testbed: TierdTestbed, start: Start) 
     changed = testbed.topology.structural.model_copy(
         update={"chunk_tokens": 512, "content_hash": "other"}
     )
-    (testbed.topology_directory / "structural.json").write_text(document_text(changed))
+    path = testbed.topology_directory / "structural.json"
+    replace_file(path, document_text(changed).encode(), 0o644)
     wait_for(
         lambda: "StructuralChanged" in [each["type"] for each in testbed.status()["conditions"]],
         "it is reported",
@@ -282,14 +293,10 @@ def test_with_a_token_file_requests_without_the_token_are_rejected(
 
     def ask(path: str, bearer: str = "") -> int:
         headers = {"Authorization": f"Bearer {bearer}"} if bearer else {}
-        return http_request(port, "GET", path, timeout_seconds=5, headers=headers)[0]
+        return http_request(port, "GET", path, timeout_seconds=WAIT_SECONDS, headers=headers)[0]
 
-    assert (ask("/healthz"), ask("/status"), ask("/metrics"), ask("/status", "x")) == (
-        200,
-        401,
-        401,
-        401,
-    )
+    wait_for(lambda: ask("/healthz") == 200, "tierd is healthy")
+    assert (ask("/status"), ask("/metrics"), ask("/status", "x")) == (401, 401, 401)
     token.write_text("first\n")
     wait_for(lambda: ask("/status", "first") == 200, "the token is read")
     assert ask("/status") == ask("/metrics", "other") == 401

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
-import time
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvtier.config.models import Daemon
+from kvtier.files import replace_file
+from kvtier.harness import stub_worker
 from kvtier.harness.tierd_testbed import TierdOptions, TierdTestbed, wait_for
 from kvtier.tierd.client import ClientState
 from kvtier.tierd.wire import PROTOCOL
@@ -56,11 +59,11 @@ def test_an_engine_survives_kills_of_tierd_and_loads_no_wrong_byte(
     engine.wait_more("loaded", 20)
     seen = engine.stop()
     assert seen["wrong"] == 0
-    assert seen["attached"] == 4
+    assert seen["attached"] >= 4
     wait_for(lambda: not testbed.run_directory.exists(), "the run directory is removed")
 
 
-def test_a_tierd_stopped_for_four_seconds_serves_the_engine_again(
+def test_a_tierd_that_was_stopped_serves_the_engine_again(
     make_testbed: MakeTestbed,
 ) -> None:
     testbed = make_testbed(file_bytes=64 << 20)
@@ -68,10 +71,10 @@ def test_a_tierd_stopped_for_four_seconds_serves_the_engine_again(
     engine = testbed.engine_process("--keys", "100")
     engine.wait_more("loaded", 20)
     os.kill(pid, signal.SIGSTOP)
-    time.sleep(4.0)
+    wait_for(lambda: engine.number("lost") >= 1, "the engine takes it for lost")
     os.kill(pid, signal.SIGCONT)
     wait_for(
-        lambda: engine.number("attached") == 2 and engine.seen()["usable"],
+        lambda: engine.number("attached") >= 2 and engine.seen()["usable"],
         "the engine attached again",
     )
     engine.wait_more("loaded", 20)
@@ -101,7 +104,7 @@ def test_slots_of_a_killed_engine_are_freed_once_its_process_has_exited(
     testbed.start_tierd()
     engine = testbed.engine_process("--keys", "30")
     engine.wait_more("loaded", 5)
-    assert testbed.pool("granted") > 0
+    wait_for(lambda: testbed.pool("granted") > 0, "it is granted slots")
     engine.kill()
     wait_for(lambda: not testbed.status()["sessions"], "the sessions end")
     wait_for(
@@ -111,7 +114,7 @@ def test_slots_of_a_killed_engine_are_freed_once_its_process_has_exited(
         "its slots come back",
     )
     wait_for(lambda: testbed.pool("pinned") == 0, "nothing stays pinned")
-    assert not list((testbed.run_directory / "sessions").iterdir())
+    wait_for(lambda: not any((testbed.run_directory / "sessions").iterdir()), "no file is left")
 
 
 def test_a_tierd_without_engines_exits_and_removes_the_run_directory(
@@ -137,7 +140,9 @@ def test_ten_rounds_of_kill_and_start_leave_nothing_in_shared_memory(
         testbed = cases[round_number // 2 % 2]
         engine = testbed.engine_process("--keys", "30")
         engine.wait_more("loaded", 3)
-        assert len(list(Path("/dev/shm").glob(f"{common}-*"))) == 1
+        wait_for(
+            lambda: len(list(Path("/dev/shm").glob(f"{common}-*"))) == 1, "one directory is left"
+        )
         if round_number < 9:
             testbed.kill_tierd()
             engine.kill()
@@ -189,7 +194,7 @@ def test_a_connector_of_another_version_is_rejected_with_both_versions(
     assert PROTOCOL in other.client.refusal
     assert "0.0.0/1" in other.client.refusal
     assert same.wait("usable", WAIT_SECONDS)
-    assert testbed.counter("sessions_refused") <= 2
+    assert other.client.counters["refused"] == 1, "it does not come again at once"
 
 
 def test_a_worker_that_never_drains_keeps_the_next_tierd_fenced_until_it_exits(
@@ -215,11 +220,13 @@ def test_a_worker_that_never_drains_keeps_the_next_tierd_fenced_until_it_exits(
 
 @pytest.mark.parametrize("fencing", [True, False])
 def test_a_slow_copy_during_a_restart_of_tierd_corrupts_bytes_only_without_the_fence(
-    make_testbed: MakeTestbed, fencing: bool
+    make_testbed: MakeTestbed, fencing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    go_on = threading.Event()
+    monkeypatch.setattr(stub_worker, "time", SimpleNamespace(sleep=go_on.wait))
     testbed = make_testbed(memory_bytes=16 * OBJECT_BYTES)
     testbed.start_tierd()
-    slow = testbed.engine(copy_seconds=6.0, copy_pieces=64)
+    slow = testbed.engine(copy_seconds=64 * WAIT_SECONDS, copy_pieces=64)
     assert slow.wait("usable", WAIT_SECONDS)
     assert slow.wait("can_store", WAIT_SECONDS)
     assert slow.begin_store(1_000) is not None
@@ -228,6 +235,9 @@ def test_a_slow_copy_during_a_restart_of_tierd_corrupts_bytes_only_without_the_f
     testbed.start_tierd(fencing=fencing)
     quick = testbed.engine()
     assert quick.wait("usable", WAIT_SECONDS)
+    if fencing:
+        assert not quick.wait("credits", 1.0), "slots are granted while the copy runs"
+        go_on.set()
     assert quick.wait("can_store", WAIT_SECONDS)
     # Without a fence the copy still runs; with one it has ended before there were credits.
     assert slow.worker.copying.is_set() is not fencing
@@ -235,6 +245,7 @@ def test_a_slow_copy_during_a_restart_of_tierd_corrupts_bytes_only_without_the_f
     for number in stored:
         assert quick.store(number)
     assert quick.wait_for(lambda: all(quick.holds(number) for number in stored), WAIT_SECONDS)
+    go_on.set()
     wait_for(lambda: not slow.worker.copying.is_set(), "the copy has ended")
     for number in stored:
         quick.load([number])
@@ -258,7 +269,7 @@ def test_slots_of_a_stopped_engine_stay_quarantined_until_it_has_drained(
     for number in stored:
         assert engine.store(number)
     frozen.signal(signal.SIGCONT)
-    wait_for(lambda: frozen.number("attached") == 2, "it attaches again")
+    wait_for(lambda: frozen.number("attached") >= 2, "it attaches again")
     wait_for(lambda: testbed.pool("quarantined") == 0, "its old slots come back")
     engine.step()
     held = [number for number in stored if engine.holds(number)]
@@ -326,9 +337,9 @@ def test_live_values_reach_tierd_and_engines_while_they_run(make_testbed: MakeTe
     wait_for(
         lambda: testbed.status()["tiers"][1]["capacityBytes"] == 32 << 20, "the capacity is applied"
     )
-    (testbed.topology_directory / "live.json").write_text(
-        '{"generation": 8, "minLoadTokens": "many"}'
-    )
+    text = b'{"generation": 8, "minLoadTokens": "many"}'
+    # In one step: half a document would be refused and counted as well.
+    replace_file(testbed.topology_directory / "live.json", text, 0o644)
     wait_for(lambda: testbed.status()["appliedGeneration"] == 8, "the good value is taken")
     status = testbed.status()
     assert status["liveRefusedTotal"] == 1

@@ -35,6 +35,8 @@ BLOCK, CHUNK, BLOCKS = 4, 8, 64
 ENGINE = "engine/dp0"
 IDENTITY = EngineIdentity('{"model":"stand-in"}', "")
 SECONDS = 300.0
+LOAD_SECONDS = 120.0
+"""How long a busy machine may take for one load, or for the answer to a lookup."""
 
 
 def read_options(config: Path, run_directory: Path, **others: Any) -> CacheEngineOptions:
@@ -45,9 +47,17 @@ def read_options(config: Path, run_directory: Path, **others: Any) -> CacheEngin
         "run_directory": str(run_directory),
         "model_revision": "one",
         "lookup_seconds": 1.0,
+        "load_seconds": LOAD_SECONDS,
         **others,
     }
     return options_of(SimpleNamespace(kv_transfer_config=given))
+
+
+def is_live(connection: LookupConnection) -> bool:
+    """Whether the scheduler side has been told all that it is told of a server: its client is
+    attached a moment before."""
+    with connection._lock:
+        return connection._live
 
 
 @dataclass
@@ -116,7 +126,7 @@ class CacheEngineBench:
         self.connection = LookupConnection(
             options.run_directory,
             greeting(SCHEDULER, ENGINE, ranks, 0, identity_digest(IDENTITY)),
-            options.lookup_seconds,
+            LOAD_SECONDS,
         )
         session = TierdSession(
             options.topology(), planner, ENGINE, lambda: IDENTITY, self.connection.connect
@@ -137,9 +147,7 @@ class CacheEngineBench:
 
     def wait_ready(self) -> None:
         """Waits until the ranks have opened LMCache and lookups are answered."""
-        self.wait(
-            lambda: all(worker.ready for worker in self.workers) and self.connection.client.attached
-        )
+        self.wait(lambda: all(worker.ready for worker in self.workers) and is_live(self.connection))
 
     def wait(self, condition: Callable[[], object]) -> None:
         """Raises ``TimeoutError``."""

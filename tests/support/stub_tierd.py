@@ -111,7 +111,7 @@ class StubTierd:
         self.closed = True
         self.attached = False
 
-    def wait(self, what: Callable[[StubTierd], bool], seconds: float = 30.0) -> bool:
+    def wait(self, what: Callable[[StubTierd], bool], seconds: float = 60.0) -> bool:
         """Waits until ``what`` holds; it is looked at whenever the worker sends or reattaches."""
         with self._changed:
             return self._changed.wait_for(lambda: what(self), seconds)

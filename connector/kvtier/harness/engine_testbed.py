@@ -64,7 +64,7 @@ class EngineOptions:
     file_bytes: int | None = 1 << 30
     daemon: Daemon = Daemon.ENGINE
     persistence: str = "Pod"
-    load_timeout_seconds: int = 5
+    load_timeout_seconds: int = 120
     min_load_tokens: int = CHUNK_TOKENS
     store_policy: StorePolicy = StorePolicy.ALL
     failure_threshold: int = 50
@@ -138,8 +138,6 @@ LOADED_TOKENS = "vllm:kvtier_loaded_tokens_total"
 LOAD_FAILURES = "vllm:kvtier_load_failures_total"
 AWAITED_STATES = ("Unknown", "BreakerOpen")
 READ_FAILURES = ("kvtier_tier_reads_failed_total", "kvtier_tier_reads_timed_out_total")
-SNAPSHOT_SECONDS = 0.6
-"""The daemon updates its status every half second."""
 ENGINE_OPTIONS: dict[str, object] = {
     "skip_tokenizer_init": True,
     "dtype": "float32",
@@ -201,6 +199,11 @@ class Loads:
 def _samples(metrics: Mapping[str, float], name: str, label: str = "") -> Iterator[float]:
     """Values of the labelled samples of one metric that carry ``label``."""
     return (value for key, value in metrics.items() if key.startswith(name + "{") and label in key)
+
+
+def _snapshot(status: Mapping[str, Any] | None) -> tuple[int, int]:
+    """A number that rises with each snapshot of a daemon, and with each daemon."""
+    return (0, 0) if status is None else (status["epoch"], status["snapshot"])
 
 
 class EngineTestbed:
@@ -403,11 +406,13 @@ class EngineTestbed:
 
     def tier_failures(self) -> int:
         """Reads of the file tier that failed so far, as the daemon counts them."""
+        self.wait_snapshot()
         metrics = self.daemon_metrics()
         return int(sum(sum(_samples(metrics, name)) for name in READ_FAILURES))
 
     def daemon_events(self, name: str, reason: str = "") -> int:
         """An event counter of the daemon."""
+        self.wait_snapshot()
         counters = (self.status() or {}).get("counters", [])
         return sum(
             each["value"]
@@ -421,8 +426,18 @@ class EngineTestbed:
         """
         if not self.drive("settle"):
             raise EngineProcessError(f"the engine does not become idle: {self.drive('state')}")
-        time.sleep(SNAPSHOT_SECONDS)
+        self.wait_for(self._committed, "the daemon has not committed every store")
+        self.wait_snapshot()
         self.wait_for(self._idle, "stores are still in progress")
+
+    def _committed(self) -> bool:
+        return bool(self.drive("settle")) and not self.drive("connector").get("stores")
+
+    def wait_snapshot(self) -> None:
+        """Waits until the daemon's status is later than this call. It is updated twice a second, or
+        later on a busy machine."""
+        before = _snapshot(self.status())
+        self.wait_for(lambda: _snapshot(self.status()) > before, "the status is not updated")
 
     def _idle(self) -> bool:
         status = self.status()
@@ -434,8 +449,7 @@ class EngineTestbed:
         """Waits until scheduler and worker are attached to the running daemon, its tiers work, and
         the engine knows every file.
         """
-        # The daemon's status may be older than the last event.
-        time.sleep(SNAPSHOT_SECONDS)
+        self.wait_snapshot()
         self.wait_for(self._attached, "the engine is not attached")
 
     def _attached(self) -> bool:

@@ -58,8 +58,23 @@ def temporaries(root: Path) -> list[str]:
 
 
 def directory_bytes(root: Path) -> int:
-    """The size of all files and directories below ``root``."""
-    total = 0
+    """The size of all files and directories below ``root``. A walk takes time: where others write,
+    it may count a file that goes beside the one that takes its place. See ``bytes_at_once``.
+    """
+    return sum(_walk(root).values())
+
+
+def bytes_at_once(root: Path) -> int:
+    """The size of what two walks below ``root`` have both found. All of it was there at the moment
+    between them, however long they took.
+    """
+    first, second = _walk(root), _walk(root)
+    return sum(min(size, second[found]) for found, size in first.items() if found in second)
+
+
+def _walk(root: Path) -> dict[tuple[str, int], int]:
+    """Sizes by path and inode."""
+    found: dict[tuple[str, int], int] = {}
     pending = [str(root)]
     while pending:
         try:
@@ -68,14 +83,15 @@ def directory_bytes(root: Path) -> int:
                     try:
                         if entry.is_dir(follow_symlinks=False):
                             pending.append(entry.path)
-                            total += 4096
+                            size = 4096
                         else:
-                            total += entry.stat(follow_symlinks=False).st_size
+                            size = entry.stat(follow_symlinks=False).st_size
+                        found[entry.path, entry.inode()] = size
                     except OSError:
                         continue
         except OSError:
             continue
-    return total
+    return found
 
 
 def start(

@@ -63,6 +63,10 @@ from kvtier.tierd.wire import (
 
 GROUP = b"\0"
 OBJECT_TOKENS = 256
+PATIENCE_SECONDS = 60.0
+"""How long one store or load of a test may take: a busy machine must not decide whether it ends."""
+WORK_STORE_SECONDS, WORK_LOAD_SECONDS = 5.0, 2.0
+"""The same for the loop of an engine whose tierd may be killed meanwhile."""
 
 
 class StubEngine:
@@ -207,7 +211,7 @@ class StubEngine:
         self.worker.put(StubJob(self._numbers, (GROUP + key,), epoch, slot, done))
         return done
 
-    def store(self, number: int, timeout_seconds: float = 5.0) -> bool:
+    def store(self, number: int, timeout_seconds: float = PATIENCE_SECONDS) -> bool:
         """Stores one chunk; True: it was copied and delivered."""
         done = self.begin_store(number)
         if done is None or not done.wait(timeout_seconds):
@@ -215,7 +219,7 @@ class StubEngine:
         self.seen.stored += 1
         return True
 
-    def load(self, numbers: Sequence[int], budget_seconds: float = 2.0) -> int:
+    def load(self, numbers: Sequence[int], budget_seconds: float = PATIENCE_SECONDS) -> int:
         """Loads the stored prefix of ``numbers``. Returns how many were loaded correctly."""
         end = time.monotonic() + budget_seconds + STRICT_SECONDS
         self.step()
@@ -288,9 +292,9 @@ class StubEngine:
             number = generator.randrange(keys)
             self.step()
             if self.holds(number):
-                self.load([number])
+                self.load([number], WORK_LOAD_SECONDS)
             else:
-                self.store(number)
+                self.store(number, WORK_STORE_SECONDS)
             stop.wait(pause_seconds)
 
 

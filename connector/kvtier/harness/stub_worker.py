@@ -63,7 +63,7 @@ class StubEngineOptions:
     copy_seconds: float = 0.0
     copy_pieces: int = 16
     drains: bool = True
-    limit_seconds: float = 2.0
+    limit_seconds: float = 60.0
     strict: bool = False
     protocol: str = PROTOCOL
     courteous: bool = True

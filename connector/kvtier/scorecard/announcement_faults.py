@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvtier.harness.announced_nodes import NodeCounts, read_status
-from kvtier.harness.file_writers import directory_bytes
+from kvtier.harness.file_writers import bytes_at_once
 from kvtier.harness.tierd_testbed import environment
 from kvtier.scorecard.testbed import Measurements
 from kvtier.tiers.filesystem.layout import ANNOUNCEMENTS, CONTROL
@@ -159,7 +159,7 @@ def run(
                     damaged += 1
                 except OSError:
                     continue  # it is gone, or is being replaced
-            over = directory_bytes(root) - nodes.capacity_bytes
+            over = bytes_at_once(root) - nodes.capacity_bytes
             measurements.over_budget_bytes = max(measurements.over_budget_bytes, over)
             time.sleep(DAMAGE_SECONDS)
         nodes.stop_storing()

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvtier.harness.file_writers import directory_bytes
+from kvtier.harness.file_writers import bytes_at_once
 from kvtier.scorecard.mount import FaultyMount
 from kvtier.scorecard.peer_process import PeerProcess, Reply
 from kvtier.scorecard.peer_protocol import OBJECT_BYTES
@@ -385,7 +385,7 @@ class _Stream:
     def _sample(self) -> None:
         if self._capacity is not None:
             self._seen.over_bytes = max(
-                self._seen.over_bytes, directory_bytes(self._below) - self._capacity
+                self._seen.over_bytes, bytes_at_once(self._below) - self._capacity
             )
 
 

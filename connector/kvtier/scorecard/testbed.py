@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Self
 
 from kvtier.config.models import BreakerSettings, IsolationSettings, Live, Selection
-from kvtier.harness.file_writers import directory_bytes
+from kvtier.harness.file_writers import bytes_at_once
 from kvtier.harness.stub_engine import StubEngine
 from kvtier.harness.tierd_testbed import (
     TierdOptions,
@@ -142,7 +142,7 @@ class FaultTestbed:
         volumes: tuple[Path, ...] = (),
     ) -> None:
         self.below = below
-        self.stored_bytes: Callable[[], int] = lambda: directory_bytes(below)
+        self.stored_bytes: Callable[[], int] = lambda: bytes_at_once(below)
         """Bytes that the storage holds, by its own word."""
         self.tierd = SkewedTestbed(directory, files, faults_file, lmcache_url, volumes)
         if isolation is not None:

@@ -14,7 +14,7 @@ from kvtier.errors import TierError
 from kvtier.harness.file_writers import (
     OBJECT_BYTES,
     PAYLOAD_BYTES,
-    directory_bytes,
+    bytes_at_once,
     open_tier,
     start,
     temporaries,
@@ -54,7 +54,7 @@ def run(root: Path, count: int, objects: int, limit_seconds: float = 600.0) -> W
     deadline = time.monotonic() + limit_seconds
     kill_at = time.monotonic() + 1.0
     while any(process.poll() is None for process in processes):
-        found.over_bytes = max(found.over_bytes, directory_bytes(root) - capacity)
+        found.over_bytes = max(found.over_bytes, bytes_at_once(root) - capacity)
         if victims and time.monotonic() > kill_at:
             victim = victims.pop()
             if victim.poll() is None:

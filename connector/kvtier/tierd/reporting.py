@@ -176,6 +176,7 @@ class Reporter:
         recent, total = inputs.hits.recent(self._clock()), inputs.hits.total
         return Snapshot(
             version=__version__,
+            number=self._snapshot.number + 1,
             pod_uid=os.environ.get(HOST_POD_VARIABLE, ""),
             policy=f"{policy.namespace}/{policy.name}",
             content_hash=self._structural.content_hash,

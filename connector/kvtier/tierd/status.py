@@ -195,6 +195,8 @@ class Snapshot:
     (name, tier, reason). ``pod_uid``: empty unless the pod shares the node's network."""
 
     version: str = ""
+    number: int = 0
+    """How many snapshots this process has taken: two documents with one number are one snapshot."""
     pod_uid: str = ""
     policy: str = ""
     content_hash: str = ""
@@ -244,6 +246,7 @@ def status_json(snapshot: Snapshot) -> bytes:
     """The body of ``/status``. Counters that are 0 are left out: operators poll it."""
     document: dict[str, object] = {
         "version": snapshot.version,
+        "snapshot": snapshot.number,
         "podUid": snapshot.pod_uid,
         "policy": snapshot.policy,
         "contentHash": snapshot.content_hash,

@@ -8,6 +8,18 @@ from pathlib import Path
 import pytest
 from tests.support.run_directories import short_directory
 
+from kvtier.lookup import client, server
+
+NO_SILENCE_SECONDS = 600.0
+
+
+@pytest.fixture(autouse=True)
+def no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine neither end takes the other for silent, and lookups end."""
+    for module in (client, server):
+        monkeypatch.setattr(module, "SILENCE_SECONDS", NO_SILENCE_SECONDS)
+    monkeypatch.setattr(server, "MAX_ASK_SECONDS", NO_SILENCE_SECONDS)
+
 
 @pytest.fixture
 def run_directory() -> Iterator[Path]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from tests.support.cache_engine import config_file, lmcache_in_process
-from tests.support.cache_engine_bench import CacheEngineBench, read_options
+from tests.support.cache_engine_bench import LOAD_SECONDS, CacheEngineBench, read_options
 from tests.support.lmcache_backends import require_lmcache
 
 from kvtier.engines.common import scheduler_stores
@@ -171,6 +171,7 @@ def test_an_lmcache_that_hangs_costs_its_deadline_and_then_nothing(
     assert bench.count("loads") == loads, "paused"
     bench.forget_gpu()
     before = [cache.copy() for cache in bench.caches]
+    bench.connector._load_seconds = LOAD_SECONDS
     go.set()
     bench.wait(lambda: jobs._load is None)
     assert all((cache == old).all() for cache, old in zip(bench.caches, before, strict=True))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from tests.support.cache_engine import config_file, wait
-from tests.support.cache_engine_bench import BLOCK, BLOCKS, CHUNK, SECONDS, RealRanks
+from tests.support.cache_engine_bench import BLOCK, BLOCKS, CHUNK, SECONDS, RealRanks, is_live
 from tests.support.memory_cache import MemoryCache, Storage
 
 from kvtier.engines.atom import cache_engine_config, cache_engine_worker, lookup_connection
@@ -62,7 +62,7 @@ def test_an_engine_that_is_configured_for_it_loads_through_the_cache_engine_path
     assert worker.off_reason == ""
     inner: Any = worker._worker
     scheduler_side: Any = connector._scheduler
-    wait(lambda: inner.ready and scheduler_side._connection.client.attached)
+    wait(lambda: inner.ready and is_live(scheduler_side._connection))
     blocks, scheduled = StandInBlocks(BLOCKS, BLOCK), SchedulerOptions(alignment=BLOCK)
     stand_in: Any = connector
     ranks: Any = RealRanks([worker])  # type: ignore[list-item]

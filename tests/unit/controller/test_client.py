@@ -24,7 +24,7 @@ from kvtier_operator.kube.credentials import (
 from kvtier_operator.kube.resources import CONFIG_MAPS, ApiError
 
 BODY = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "a", "namespace": "n"}}
-QUICK = Limits(deadline_seconds=5, attempt_seconds=0.5, first_pause_seconds=0.01)
+QUICK = Limits(deadline_seconds=60, attempt_seconds=30, first_pause_seconds=0.01)
 Answer = Callable[[web.Request, int], Awaitable[web.StreamResponse]]
 
 
@@ -173,7 +173,7 @@ def test_every_call_ends_by_its_deadline() -> None:
         with pytest.raises(ApiError) as caught:
             await client.get(CONFIG_MAPS, "n", "a")
         assert (caught.value.status, caught.value.reason) == (0, "Timeout")
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 25
 
     run_scenario(
         hangs, scenario, Limits(deadline_seconds=0.5, attempt_seconds=0.2, first_pause_seconds=0.01)
@@ -186,11 +186,15 @@ def test_the_number_of_calls_at_once_is_bounded() -> None:
         assert most == 3
 
     now = most = 0
+    together = asyncio.Event()
 
     async def counting(request: web.Request, number: int) -> web.Response:
         nonlocal now, most
         now += 1
         most = max(most, now)
+        if now == 3:
+            together.set()
+        await together.wait()
         await asyncio.sleep(0.02)
         now -= 1
         return web.json_response(BODY)
@@ -409,5 +413,5 @@ def test_without_the_lease_nothing_is_written_and_reads_go_on() -> None:
         assert server.requests == []
         assert await client.get(CONFIG_MAPS, "n", "a") == BODY
 
-    limits = Limits(deadline_seconds=2, attempts=1)
+    limits = Limits(deadline_seconds=60, attempts=1)
     run_scenario(slow, scenario, limits, options={"write_seconds": lambda: remaining[0]})

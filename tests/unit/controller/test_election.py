@@ -140,7 +140,7 @@ def test_writing_ends_before_the_lease_can_expire_even_if_calls_hang() -> None:
             await asyncio.Event().wait()
 
         running = asyncio.ensure_future(candidate.run(work))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await began.wait()
         leases.hangs = True
         assert candidate.remaining_seconds() == TIMING.lease_seconds - MARGIN_SECONDS
@@ -163,7 +163,7 @@ def test_an_error_of_the_work_is_raised_and_the_lease_is_released() -> None:
             raise RuntimeError("a fault")
 
         try:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 await candidate.run(work)
         except RuntimeError as error:
             assert terms == [True, False]

@@ -68,7 +68,7 @@ async def until(what: str, check: Callable[[], bool]) -> None:
     async def checked() -> bool:
         return check()
 
-    await controllers.until(what, checked, 20)
+    await controllers.until(what, checked, 60)
 
 
 def whole(controller: Controller) -> set[str]:

@@ -23,12 +23,12 @@ from kvtier_operator.settings import Settings
 
 KEY = ("serving", "chat")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-WAIT_SECONDS = 30.0
+WAIT_SECONDS = 60.0
 
 
 def chosen(**controller: Any) -> Settings:
     return Settings.model_validate(
-        {"controller": {"pollSeconds": 0.05, "pollTimeoutSeconds": 5, **controller}}
+        {"controller": {"pollSeconds": 0.05, "pollTimeoutSeconds": 20, **controller}}
     )
 
 

@@ -27,7 +27,7 @@ def queue(clock: Clock, per_second: float = 1000.0) -> WorkQueue:
 
 
 def run_scenario(scenario: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+    asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
 async def now(work: WorkQueue) -> Key | None:

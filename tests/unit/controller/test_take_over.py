@@ -16,7 +16,7 @@ from kvtier_operator.kube.resources import POLICIES
 
 COUNT = 30
 LAST = f"p{COUNT - 1:02d}"
-WAIT_SECONDS = 20
+WAIT_SECONDS = 60
 
 
 class Election:

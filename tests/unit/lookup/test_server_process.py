@@ -64,6 +64,11 @@ class ServerProcess:
 
 
 @pytest.fixture
+def no_silence() -> None:
+    """A server that is stopped is silent."""
+
+
+@pytest.fixture
 def server(run_directory: Path) -> Iterator[ServerProcess]:
     server = ServerProcess(run_directory)
     server.start()
@@ -110,9 +115,9 @@ def test_a_server_that_is_stopped_costs_its_deadline_and_comes_back(
     server.signal(signal.SIGSTOP)
     assert scheduler.ask([A], 0.05) is None
     assert scheduler.counts["unanswered"] == 1
-    began = time.monotonic()
     wait(lambda: not scheduler.attached)
-    assert scheduler.ask([A], 30.0) is None, "at once"
-    assert time.monotonic() - began < 30
+    began = time.monotonic()
+    assert scheduler.ask([A], 300.0) is None, "at once"
+    assert time.monotonic() - began < 60
     server.signal(signal.SIGCONT)
     wait(lambda: scheduler.ask([A], 30.0) == (0,))

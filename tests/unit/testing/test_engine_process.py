@@ -8,8 +8,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.support.ports import reserved_port
 
-from kvtier.harness.engine_process import ManagedProcess, free_port, http_request, parse_metrics
+from kvtier.harness.engine_process import ManagedProcess, http_request, parse_metrics
 
 SLEEPER = """
 import subprocess, time
@@ -57,8 +58,9 @@ def test_a_process_that_exits_is_not_alive(tmp_path: Path) -> None:
 
 
 def test_a_rejected_connection_is_an_os_error() -> None:
-    with pytest.raises(ConnectionError):
-        http_request(free_port(), "GET", "/", timeout_seconds=1)
+    # No process listens, and none is given the port.
+    with reserved_port() as port, pytest.raises(ConnectionError):
+        http_request(port, "GET", "/", timeout_seconds=30)
 
 
 SEMAPHORE = """

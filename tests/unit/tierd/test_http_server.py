@@ -38,7 +38,7 @@ def server() -> Iterator[HttpServer]:
 
 
 def raw(server: HttpServer, request: bytes) -> bytes:
-    with socket.create_connection(server.address, timeout=20) as connection:
+    with socket.create_connection(server.address, timeout=60) as connection:
         connection.sendall(request)
         answer = b""
         try:
@@ -69,7 +69,7 @@ def test_a_request_without_end_is_cut_off(server: HttpServer) -> None:
 def test_clients_beyond_the_limit_are_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "REQUEST_SECONDS", 600.0)
     server = HttpServer("127.0.0.1", 0, {"/healthz": lambda: text_response(200, "ok")})
-    silent = [socket.create_connection(server.address, timeout=20) for _ in range(MAX_CLIENTS + 4)]
+    silent = [socket.create_connection(server.address, timeout=60) for _ in range(MAX_CLIENTS + 4)]
     wait_for(lambda: server.rejected == 4, "four are closed")
     for connection in silent:
         connection.close()
@@ -89,7 +89,7 @@ def test_a_silent_client_is_disconnected_after_a_timeout(
 ) -> None:
     monkeypatch.setattr(module, "REQUEST_SECONDS", 0.1)
     server = HttpServer("127.0.0.1", 0, {"/healthz": lambda: text_response(200, "ok")})
-    with socket.create_connection(server.address, timeout=20) as connection:
+    with socket.create_connection(server.address, timeout=60) as connection:
         assert connection.recv(100) == b""
     server.close()
 
@@ -101,7 +101,7 @@ def test_an_address_in_use_is_an_os_error(server: HttpServer) -> None:
 
 def test_closing_ends_the_thread(server: HttpServer) -> None:
     server.close()
-    server._thread.join(10)
+    server._thread.join(60)
     assert not server._thread.is_alive()
 
 

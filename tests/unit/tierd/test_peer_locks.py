@@ -24,10 +24,13 @@ if "reserve" in sys.argv:
 fillers = [os.open("/dev/null", os.O_RDONLY) for _ in range(20)]
 name = liveness.hold_peer_lock(Path(sys.argv[1]))
 if "fork" in sys.argv:
+    reader, writer = os.pipe()
     child = os.fork()
     if not child:
+        os.write(writer, b"x")  # it runs, and has closed what children close
         time.sleep(60)
         os._exit(0)
+    os.read(reader, 1)
     print(child, flush=True)
 elif "exec" in sys.argv:
     print(subprocess.Popen(["sleep", "60"]).pid, flush=True)

@@ -15,6 +15,8 @@ from kvtier.harness.tierd_testbed import TierdOptions, TierdTestbed, wait_for
 from kvtier.tierd.supervisor import Supervisor
 from kvtier.tierd.watchdog import DEFAULT_TIMING, WatchdogTiming
 
+STOP_SECONDS = 60.0
+"""Only a failing test waits as long."""
 LIVES = """
 import fcntl, os, sys, time
 directory = sys.argv[1]
@@ -58,8 +60,8 @@ def kill_and_stop(supervisor: Supervisor) -> None:
     child = supervisor._watchdog.process
     if child is not None:
         child.kill()
-        child.wait(30)
-    supervisor.stop(5)
+        child.wait(60)
+    supervisor.stop(STOP_SECONDS)
 
 
 def test_any_number_of_supervisors_start_one_tierd(case: TierdTestbed) -> None:
@@ -72,7 +74,7 @@ def test_any_number_of_supervisors_start_one_tierd(case: TierdTestbed) -> None:
     )
     assert first.child
     assert not second.child
-    second.stop(5)
+    second.stop(STOP_SECONDS)
     kill_and_stop(first)
     wait_for(lambda: not case.run_directory.exists(), "the last one removes the directory")
 
@@ -83,7 +85,7 @@ def test_no_tierd_is_started_in_a_directory_that_others_may_write_to(case: Tierd
     supervisor = make(case)
     with pytest.raises(ConfigurationError, match="runDirectory"):
         supervisor.ensure()
-    supervisor.stop(5)
+    supervisor.stop(STOP_SECONDS)
     assert not supervisor.child
     assert not list(case.run_directory.iterdir())
 
@@ -117,12 +119,14 @@ def test_another_supervisor_takes_over_when_the_starter_exits(case: TierdTestbed
         "the daemon lives",
     )
     first._stop.set()
+    assert first._thread is not None
+    first._thread.join(STOP_SECONDS)
     child = first._watchdog.process
     assert child is not None
     child.kill()
-    child.wait(30)
+    child.wait(60)
     wait_for(lambda: second.child, "the other one starts a daemon")
-    first.stop(5)
+    first.stop(STOP_SECONDS)
     kill_and_stop(second)
 
 
@@ -144,7 +148,7 @@ def test_a_missing_program_is_retried_and_does_no_harm(case: TierdTestbed) -> No
     )
     supervisor.ensure()
     wait_for(lambda: supervisor.counters["spawn_failed"] >= 2, "it is tried again")
-    supervisor.stop(5)
+    supervisor.stop(STOP_SECONDS)
     assert not case.run_directory.exists()
 
 
@@ -169,6 +173,6 @@ def test_beside_a_sidecar_nothing_is_started_or_made(tmp_path: Path) -> None:
     case = TierdTestbed(tmp_path, TierdOptions(daemon=Daemon.SIDECAR))
     supervisor = make(case)
     supervisor.ensure()
-    supervisor.stop(5)
+    supervisor.stop(STOP_SECONDS)
     assert supervisor.counters["spawned"] == 0
     assert not case.run_directory.exists()

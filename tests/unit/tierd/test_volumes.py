@@ -13,6 +13,7 @@ from kvtier.harness.tierd_testbed import TierdOptions, TierdTestbed, wait_for
 
 MIB = 1 << 20
 KEYS = 40
+WAIT_SECONDS = 60.0
 
 
 @pytest.fixture
@@ -34,11 +35,13 @@ def objects(directory: Path) -> int:
 
 def store(testbed: TierdTestbed, tmp_path: Path) -> None:
     engine = testbed.engine(strict=True)
-    engine.wait_for(lambda: engine.can_store, 30)
+    assert engine.wait("can_store", WAIT_SECONDS)
     for number in range(KEYS):
-        engine.wait_for(lambda: engine.can_store, 10)
-        assert engine.store(number, 10)
-    assert engine.wait_for(lambda: objects(tmp_path / "d0") + objects(tmp_path / "d1") == KEYS, 30)
+        assert engine.wait("can_store", WAIT_SECONDS)
+        assert engine.store(number, WAIT_SECONDS)
+    assert engine.wait_for(
+        lambda: objects(tmp_path / "d0") + objects(tmp_path / "d1") == KEYS, WAIT_SECONDS
+    )
     engine.close(2.0)
 
 
@@ -69,15 +72,17 @@ def test_a_restart_serves_what_is_on_the_volumes_that_are_left(
     testbed.change(tiers=[testbed.topology.structural.tiers[0], rest])
     testbed.start_tierd()
     engine = testbed.engine(strict=True)
-    engine.wait_for(lambda: engine.can_store, 30)
+    assert engine.wait("can_store", WAIT_SECONDS)
     assert engine.wait_for(
-        lambda: sum(map(bool, map(engine.holds, range(KEYS)))) == counts["d0"], 30
+        lambda: sum(map(bool, map(engine.holds, range(KEYS)))) == counts["d0"], WAIT_SECONDS
     )
-    served = sum(engine.load([number], 5.0) for number in range(KEYS))
+    served = sum(engine.load([number], WAIT_SECONDS) for number in range(KEYS))
     assert served == counts["d0"]
     assert engine.seen.wrong == 0
     for number in range(KEYS):
-        engine.wait_for(lambda: engine.can_store, 10)
+        assert engine.wait("can_store", WAIT_SECONDS)
         if not engine.holds(number):
-            assert engine.store(number, 10)
-    assert engine.wait_for(lambda: objects(tmp_path / "d0") == KEYS, 30), "and takes the rest"
+            assert engine.store(number, WAIT_SECONDS)
+    assert engine.wait_for(lambda: objects(tmp_path / "d0") == KEYS, WAIT_SECONDS), (
+        "and takes the rest"
+    )

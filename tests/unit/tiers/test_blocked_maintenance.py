@@ -162,10 +162,11 @@ def test_a_store_fails_at_once_if_the_leases_cannot_be_renewed(
 
 
 def test_a_closed_tier_ends_its_threads(open_tier: Callable[..., FileSystemTier]) -> None:
+    before = set(threading.enumerate())
     tier = open_tier()
     threads = [
         thread
-        for thread in threading.enumerate()
+        for thread in set(threading.enumerate()) - before
         if thread.name.startswith(("kvtier-file-tier", "kvtier-announcements"))
     ]
     assert len(threads) >= 4

@@ -24,7 +24,7 @@ from kvtier.tiers.filesystem.maintenance import DirectoryMaintenance
 from kvtier.tiers.isolation_keys import KeySet, make_key
 
 PROMPT = [make_object(seed) for seed in range(24)]
-DEADLINE_SECONDS = 30.0
+DEADLINE_SECONDS = 60.0
 ONE, TWO = make_key("one", bytes(range(32))), make_key("two", bytes(range(8, 40)))
 KEYS, OTHER = KeySet(ONE, {"one": ONE}), KeySet(TWO, {"two": TWO})
 

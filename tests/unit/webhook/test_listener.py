@@ -30,6 +30,13 @@ ISSUED = certificates.issue(("127.0.0.1",), time.time(), 3600)
 LOOPBACK = {"host": "127.0.0.1", "port": 0, "drainSeconds": 0}
 
 
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine abandons no decision; tests of the limits set their own."""
+    monkeypatch.setattr(listener, "BUDGET_SECONDS", 60.0)
+    monkeypatch.setattr(listener, "READ_SECONDS", 60.0)
+
+
 class Running:
     """A running server and a client of it."""
 
@@ -136,7 +143,7 @@ def _held_until(release: threading.Event) -> Any:
     """A decision that takes until then."""
 
     def decide(_policy: Any, found: Any, *_: Any) -> Any:
-        release.wait(20)
+        release.wait(60)
         return Injected(dict(found))
 
     return decide
@@ -346,13 +353,13 @@ def test_a_shutdown_answers_requests_in_flight() -> None:
 
     def wait(policy: Any, found: Any, *_: Any) -> Any:
         started.set()
-        release.wait(20)
+        release.wait(60)
         return Injected({**found, "spec": {}})
 
     async def go() -> None:
         async with running(fixture(), wait) as webhook:
             in_flight = asyncio.ensure_future(webhook.mutate())
-            await asyncio.to_thread(started.wait, 20)
+            await asyncio.to_thread(started.wait, 60)
             stopping = asyncio.ensure_future(webhook.server.stop())
             await asyncio.sleep(0)
             assert webhook.server.why_not_ready() == "shutting down"

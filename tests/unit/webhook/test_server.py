@@ -10,12 +10,13 @@ import socket
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 import aiohttp
 import pytest
 from tests.support.memory_cluster import MemoryCluster, MemoryWatcher
+from tests.support.ports import reserved_port
 from tests.unit.webhook.fixtures import SERVING, admission_review, body, pod, policy_document
 
 from kvtier_operator.certs import certificates
@@ -24,16 +25,9 @@ from kvtier_operator.settings import Settings
 from kvtier_operator.webhook.server import WebhookOptions, serve, watches
 
 ISSUED = certificates.issue(("127.0.0.1",), time.time(), 3600)
-WAIT_SECONDS = 30
+WAIT_SECONDS = 60
 REQUEST_SECONDS = 5
 """A request that is not answered is sent again until ``WAIT_SECONDS``."""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class Running:
@@ -70,8 +64,10 @@ class Running:
 async def serving(
     cluster: MemoryCluster, **options: Any
 ) -> AsyncIterator[tuple[Running, asyncio.Event]]:
-    monitoring = {"host": "127.0.0.1", "port": free_port()}
-    webhook = {"host": "127.0.0.1", "port": free_port(), "drainSeconds": 0, **options}
+    ports = ExitStack()
+    monitoring = {"host": "127.0.0.1", "port": ports.enter_context(reserved_port())}
+    port = ports.enter_context(reserved_port())
+    webhook = {"host": "127.0.0.1", "port": port, "drainSeconds": 0, **options}
     settings = Settings.model_validate({"monitoring": monitoring, "webhook": webhook})
     stop = asyncio.Event()
     frozen: list[bool] = []
@@ -96,6 +92,7 @@ async def serving(
     stop.set()
     async with asyncio.timeout(WAIT_SECONDS):
         await running
+    ports.close()
     assert frozen == [True]
 
 

@@ -27,6 +27,7 @@ from kvtier.transfer import driver_calls
 from kvtier.transfer.driver_calls import DriverHangsError
 from kvtier.transfer.host_pool import HostPool
 
+WAIT_SECONDS = 60.0
 PAGE = 4096
 PIECE = 4 * PAGE
 SIZE = 3 * PIECE
@@ -103,7 +104,7 @@ def made(tmp_path: Path) -> Iterator[Made]:
 def settle(early: EarlyRegistration, device: FakeDevice, calls: int) -> None:
     early.look()
     with device.called:
-        assert device.called.wait_for(lambda: len(device.calls) >= calls, 10)
+        assert device.called.wait_for(lambda: len(device.calls) >= calls, WAIT_SECONDS)
     early.look()
 
 
@@ -188,6 +189,9 @@ def test_a_file_that_grows_while_it_is_filled_is_registered_anew(made: Made) -> 
         file.truncate(SIZE + PIECE)
     filled.end = SIZE + PIECE
     settle(early, device, 5)
+    with device.called:
+        # A range is registered when its call returns.
+        assert device.called.wait_for(lambda: len(device.registered) == 4, WAIT_SECONDS)
     assert {span for _, span in device.registered} == set(device.ranges(SIZE + PIECE))
 
 
@@ -216,7 +220,7 @@ def test_the_thread_registers_and_ends(made: Made) -> None:
     make_file(path)
     filled.end = SIZE
     with device.called:
-        assert device.called.wait_for(lambda: len(device.calls) == 3, 30)
+        assert device.called.wait_for(lambda: len(device.calls) == 3, WAIT_SECONDS)
     early.abandon()
     assert not device.registered
 
@@ -253,7 +257,7 @@ def map_pool(mapper: HostPoolMapper, path: Path) -> PoolReady:
         ready.set()
 
     mapper.map(path, SIZE, (0, SIZE), on_ready)
-    assert ready.wait(30)
+    assert ready.wait(WAIT_SECONDS)
     return found[0]
 
 
@@ -313,7 +317,7 @@ def hanging(made: Made, monkeypatch: pytest.MonkeyPatch) -> Made:
     device.hang_at, filled.end = PIECE, SIZE
     settle(early, device, 3)
     with device.called:
-        assert device.called.wait_for(lambda: len(device.registered) == 2, 10)
+        assert device.called.wait_for(lambda: len(device.registered) == 2, WAIT_SECONDS)
     return made
 
 

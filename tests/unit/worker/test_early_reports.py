@@ -238,7 +238,7 @@ def test_pins_end_with_the_session(testbed: WorkerTestbed) -> None:
     testbed.tierd.lose()
     assert testbed.tierd.wait(lambda tierd: bool(tierd.reattached))
     testbed.tierd.welcome(2)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while testbed.epoch != 2 and time.monotonic() < deadline:
         testbed.step()
     taken = testbed.step(loads=[load_job(7, A, slots=testbed.slots(1), epoch=2)], idle=True)

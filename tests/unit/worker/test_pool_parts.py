@@ -91,8 +91,8 @@ def test_a_rank_registers_its_range_alone(
     tell(rank, part)
     wait_until(lambda: rank.step() and rank.epoch == 1)
     named = {1: own, 0: (0, half), -1: whole}[part]
-    # What it expected is right, or undone.
-    assert recorder.registered == ([own] if part == 1 else [own, named])
+    # What it expected is right, or undone. A slow rank may be asked for the right one twice.
+    assert list(dict.fromkeys(recorder.registered)) == ([own] if part == 1 else [own, named])
     assert recorder.held == [named]
     pool = rank.engine.pool
     assert pool is not None

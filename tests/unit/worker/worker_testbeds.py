@@ -236,7 +236,7 @@ class WorkerTestbed:
         return tuple(map(self.slot, numbers))
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 30.0) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:
     """Polls ``condition()``. Only a failing test reaches the deadline."""
     deadline = time.monotonic() + seconds
     while not condition():
