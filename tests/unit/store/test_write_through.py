@@ -193,6 +193,32 @@ def test_an_object_that_is_evicted_before_its_write_is_counted() -> None:
     assert len(fixture.tier.objects) + dropped == fixture.counted("stores_committed")
 
 
+@pytest.mark.parametrize("stores_per_write", [1, 2, 5])
+def test_objects_are_evicted_unwritten_only_while_the_tier_takes_no_more(
+    stores_per_write: int,
+) -> None:
+    limit = 4 * PAGE
+    fixture = StoreFixture(slots=24, values=live(disk=LiveTier(max_pending_store_bytes=limit)))
+    fixture.engine()
+    unwritten = seen = 0
+    for chunk in range(120):
+        fixture.put(chunk)
+        while fixture.io.run_all("hash"):
+            fixture.pump()
+        notices = fixture.eviction_notices()
+        for key in (key for notice in notices[seen:] for key in notice.keys):
+            if ObjectRef(NAMESPACE, key) not in fixture.tier.objects:
+                unwritten += 1
+                assert fixture.store.tier_states()[1].pending_store_bytes == limit
+        seen = len(notices)
+        if chunk % stores_per_write == 0:
+            for call in fixture.calls("write:")[:1]:
+                fixture.io.run(call)
+        fixture.advance(0.11)
+    assert bool(unwritten) == (stores_per_write > 1)
+    assert fixture.counted("checksums_dropped", "", "evicted") == 0
+
+
 def test_the_beginning_of_a_loaded_prefix_is_touched_last_in_the_tiers() -> None:
     fixture = StoreFixture()
     fixture.engine()
