@@ -19,7 +19,14 @@ from kvtier.testing.objects import buffer, make_object
 from kvtier.tiers.base import TierLimits
 from kvtier.tiers.filesystem import FileSystemTier, maintenance, record
 from kvtier.tiers.filesystem.election import LEASE_SECONDS, read_ledger, read_writer
-from kvtier.tiers.filesystem.layout import LEDGER, RECORD, Modes, term_path, writers_path
+from kvtier.tiers.filesystem.layout import (
+    LEDGER,
+    RECORD,
+    Modes,
+    offer_name,
+    term_path,
+    writers_path,
+)
 from kvtier.tiers.filesystem.walker import object_path
 
 PATIENCE_SECONDS = 30.0
@@ -85,6 +92,27 @@ def test_foreign_files_in_place_of_a_record_do_not_stop_the_janitor(
     assert janitor.is_janitor
     assert not place.exists()
     janitor.write(1)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_what_lies_in_place_of_an_offer_is_replaced_and_does_not_block(
+    hosts: Callable[..., Host], tmp_path: Path, kind: str
+) -> None:
+    janitor, other = hosts(), hosts()
+    leader = janitor.tier.maintenance.janitor
+    assert leader is not None
+    elsewhere = tmp_path / "elsewhere"
+    for number in range(1, 9):
+        place = term_path(tmp_path / "tier", leader.term) / offer_name(
+            other.tier.maintenance.writer.name, number
+        )
+        if kind == "pipe":
+            os.mkfifo(place)
+        else:
+            place.symlink_to(elsewhere)
+    write_with(other, janitor, 1)
+    assert janitor.is_janitor
+    assert not elsewhere.exists()
 
 
 def signed(body: bytes) -> bytes:

@@ -58,6 +58,8 @@ _ENOSPC_PERCENT = 5
 """What is evicted when the file system is full before the capacity is reached."""
 _REVOKE_FRACTION = 8
 _UNREMOVABLE = (errno.EPERM, errno.EACCES, errno.EBUSY, errno.EIO)
+_NO_FILE = (errno.ENXIO, errno.ELOOP)
+"""A pipe without a reader, or a symbolic link."""
 _MAX_UNREMOVABLE = 8
 """Files that cannot be removed in one eviction. With more of them the file system itself fails."""
 _RECENT_COUNT_SECONDS = 1.0
@@ -69,6 +71,20 @@ BucketName = tuple[str, str, str]
 
 def _has_directories(path: Path) -> bool:
     return any(entry.is_dir(follow_symlinks=False) for entry in os.scandir(path))
+
+
+def _create_offer(path: Path, mode: int) -> None:
+    """Creates an empty file. Raises ``OSError``."""
+    # O_NONBLOCK: opening a pipe in its place would wait for a reader.
+    flags = os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        descriptor = os.open(path, flags, mode)
+    except OSError as error:
+        if error.errno not in _NO_FILE:
+            raise
+        os.unlink(path)
+        descriptor = os.open(path, flags, mode)
+    os.close(descriptor)
 
 
 @dataclass(slots=True)
@@ -287,7 +303,7 @@ class Janitor:
             path = self._path / offer_name(name, found["ask"])
             mode = self._directory.modes.file
             try:
-                os.close(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, mode))
+                _create_offer(path, mode)
             except OSError as error:
                 self.ledger.cancel(name, found["ask"])
                 writer.offered.discard(found["ask"])
