@@ -1,8 +1,8 @@
 """The identity of an ATOM engine: everything that shapes the bytes of its KV.
 
 Kernels and quantization are chosen by ATOM from the model and the machine, so the versions of ATOM
-and of its kernel library are part of it. What cannot be determined keeps the objects in the memory
-tier for the lifetime of the engine.
+and of its kernel library are part of it, and so are the variables of both that are set. What cannot
+be determined keeps the objects in the memory tier for the lifetime of the engine.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvtier.config.models import Structural
+from kvtier.engines.atom.identity_environment import initial_environment, shaping_variables
 from kvtier.engines.atom.token_keys import SEED
 from kvtier.engines.common.model_identity import (
     EngineIdentity,
@@ -108,6 +109,7 @@ def describe(
             "tensor": int(config.tensor_parallel_size),
             "expert": bool(getattr(config, "enable_expert_parallel", False)),
         },
+        "environment": shaping_variables(initial_environment()),
         "key_chain": {"algorithm": "blake3 over token ids", "seed": SEED.hex()},
         "salt": structural.isolation.salt,
     }
