@@ -30,8 +30,9 @@ from kvtier_operator.settings import DEFAULT_FILE, Settings, load
 logger = logging.getLogger(__name__)
 
 CONTROLLER_STOP_SECONDS = 5.0
-WEBHOOK_STOP_SECONDS = 25.0
-"""How long a part may take to stop before it is cancelled. The webhook drains first."""
+WEBHOOK_STOP_SECONDS = 20.0
+"""How long a part may take to stop before it is cancelled: for the webhook, after it has drained.
+The chart's grace period is 5 s longer than that."""
 WEBHOOK_SWITCH_SECONDS = 0.0005
 """The interpreter's thread switch interval. The default of 5 ms is a quarter of the time that an
 admission may take, and is lost whenever the event loop handles a change while a thread decides."""
@@ -139,7 +140,9 @@ def webhook(
 
     sys.setswitchinterval(WEBHOOK_SWITCH_SECONDS)
     runtime.configure(log_format, log_level)
-    asyncio.run(_serve(part, load(settings), kubeconfig, context, WEBHOOK_STOP_SECONDS))
+    loaded = load(settings)
+    stop_seconds = loaded.webhook.drain_seconds + WEBHOOK_STOP_SECONDS
+    asyncio.run(_serve(part, loaded, kubeconfig, context, stop_seconds))
 
 
 @app.command()

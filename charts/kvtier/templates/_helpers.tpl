@@ -16,6 +16,12 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end }}
 {{- end }}
 
+{{/* The chart's labels with those of one object, each key once: an object's own win over the common
+ones. Parameters: root, labels. */}}
+{{- define "kvtier.labelsWith" -}}
+{{- toYaml (merge (dict) (default (dict) .labels) (fromYaml (include "kvtier.labels" .root))) }}
+{{- end }}
+
 {{/* The annotations of an object's metadata, indented, or nothing. Parameters: root, annotations;
 argocd: those for Argo CD. */}}
 {{- define "kvtier.annotations" -}}
@@ -100,17 +106,12 @@ volumes, affinity. */}}
 {{- define "kvtier.pod" -}}
 metadata:
   labels:
-    {{- include "kvtier.labels" .root | nindent 4 }}
+    {{- include "kvtier.labelsWith" (dict "root" .root "labels" .values.podLabels) | nindent 4 }}
     app.kubernetes.io/component: {{ .component }}
-    {{- with .values.podLabels }}
-    {{- toYaml . | nindent 4 }}
-    {{- end }}
   annotations:
-    kubectl.kubernetes.io/default-container: {{ .component }}
-    kvtier.io/settings-checksum: {{ include "kvtier.settings" .root | sha256sum }}
-    {{- with merge (dict) (default (dict) .values.podAnnotations) (default (dict) .root.Values.commonAnnotations) }}
-    {{- toYaml . | nindent 4 }}
-    {{- end }}
+    {{- $checksum := dict "kvtier.io/settings-checksum" (include "kvtier.settings" .root | sha256sum) }}
+    {{- $default := dict "kubectl.kubernetes.io/default-container" .component }}
+    {{- toYaml (merge $checksum (default (dict) .values.podAnnotations) (default (dict) .root.Values.commonAnnotations) $default) | nindent 4 }}
 spec:
   serviceAccountName: {{ include "kvtier.account" . }}
   {{- with .root.Values.images.pullSecrets }}
@@ -126,7 +127,7 @@ spec:
   hostNetwork: true
   dnsPolicy: ClusterFirstWithHostNet
   {{- end }}
-  terminationGracePeriodSeconds: 30
+  terminationGracePeriodSeconds: {{ max 30 (add 25 (ceil (default 0 .values.drainSeconds))) }}
   {{- with .root.Values.podSecurityContext }}
   securityContext:
     {{- toYaml . | nindent 4 }}

@@ -17,6 +17,20 @@ CHART = REPOSITORY / "charts" / "kvtier"
 NAMESPACE = "kvtier-system"
 
 
+class _Loader(yaml.SafeLoader):
+    """Rejects an object that has a key twice, as Kustomize and Flux do."""
+
+
+def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+    keys = [loader.construct_object(key) for key, _ in node.value]
+    repeated = sorted({str(key) for key in keys if keys.count(key) > 1})
+    assert not repeated, f"line {node.start_mark.line + 1}: keys that are there twice: {repeated}"
+    return loader.construct_mapping(node, deep=True)
+
+
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+
+
 def render_files(
     values: dict[str, Any] | None = None, namespace: str = NAMESPACE
 ) -> dict[str, str]:
@@ -32,7 +46,7 @@ def render(
 ) -> list[dict[str, Any]]:
     """The objects. ``values`` replace defaults, as those of ``--values`` do."""
     texts = render_files(values, namespace).values()
-    return [body for text in texts for body in yaml.load_all(text, yaml.CSafeLoader) if body]
+    return [body for text in texts for body in yaml.load_all(text, _Loader) if body]
 
 
 def one(objects: list[dict[str, Any]], kind: str, name: str | None = None) -> dict[str, Any]:

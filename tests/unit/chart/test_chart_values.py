@@ -8,6 +8,7 @@ import pytest
 import yaml
 from tests.unit.chart.rendered import CHART, NAMESPACE, helm, one, render, render_files
 
+from kvtier_operator.main import WEBHOOK_STOP_SECONDS
 from kvtier_operator.settings import Settings
 
 COMPONENTS = ("controller", "webhook")
@@ -57,6 +58,54 @@ def test_common_labels_and_annotations_are_on_every_object_and_on_pods_but_not_i
         assert metadata["annotations"]["owner"] == "a@example"
         selector = one(objects, "Deployment", f"kvtier-{component}")["spec"]["selector"]
         assert "team" not in selector["matchLabels"]
+
+
+def test_a_key_that_several_values_set_is_in_an_object_once() -> None:
+    """Kustomize, and so Flux, rejects an object with a key twice. The value for fewer objects
+    wins.
+    """
+    everything = everything_on()
+    own = {"labels": {"team": "own"}, "annotations": {"team": "own"}}
+    pods = {"podLabels": {"team": "own"}, "podAnnotations": {"team": "own"}}
+    values: dict[str, Any] = {
+        **everything,
+        "commonLabels": {"team": "ml"},
+        "commonAnnotations": {"team": "ml", "kvtier.io/settings-checksum": "x"},
+        "controller": pods,
+        "webhook": {**everything["webhook"], **pods},
+        "monitoring": {
+            **everything["monitoring"],
+            **{
+                kind: {"enabled": True, **own}
+                for kind in ("prometheusRule", "serviceMonitor", "dashboards")
+            },
+        },
+    }
+    objects = render(values)
+    for kind in ("PrometheusRule", "ServiceMonitor"):
+        metadata = one(objects, kind)["metadata"]
+        assert (metadata["labels"]["team"], metadata["annotations"]["team"]) == ("own", "own")
+    for component in COMPONENTS:
+        metadata = pod(objects, component)["metadata"]
+        assert (metadata["labels"]["team"], metadata["annotations"]["team"]) == ("own", "own")
+        # Without the checksum of its settings, a pod would not follow them.
+        assert len(metadata["annotations"]["kvtier.io/settings-checksum"]) == 64
+        named = {"podAnnotations": {"kubectl.kubernetes.io/default-container": "mesh"}}
+        changed = pod(render({component: named}), component)["metadata"]["annotations"]
+        assert changed["kubectl.kubernetes.io/default-container"] == "mesh"
+    selected = {"app.kubernetes.io/part-of": "kube-prometheus"}
+    monitors = {"podMonitor": {"enabled": True, "labels": selected}}
+    labels = one(render({"monitoring": monitors}), "PodMonitor")["metadata"]["labels"]
+    assert selected.items() <= labels.items()
+
+
+def test_a_pod_may_take_as_long_to_end_as_the_webhook_drains() -> None:
+    for drain, grace in ((0, 30), (5, 30), (5.5, 31), (60, 85)):
+        objects = render({"webhook": {"drainSeconds": drain}})
+        spec = pod(objects, "webhook")["spec"]
+        assert spec["terminationGracePeriodSeconds"] == grace
+        assert grace >= drain + WEBHOOK_STOP_SECONDS + 5
+        assert pod(objects, "controller")["spec"]["terminationGracePeriodSeconds"] == 30
 
 
 def test_the_definition_is_kept_whatever_annotations_it_gets() -> None:
@@ -324,6 +373,15 @@ def test_a_service_monitor_selects_the_metrics_service_and_no_other() -> None:
             {"webhook": {"podDisruptionBudget": {"minAvailable": None, "maxUnavailable": 0}}},
             "webhook.podDisruptionBudget: Invalid value: must allow one replica",
         ),
+        # 75% of two are two: the API server rounds up.
+        (
+            {"webhook": {"podDisruptionBudget": {"minAvailable": "75%"}}},
+            "webhook.podDisruptionBudget.minAvailable: Invalid value: 75%: must be less than",
+        ),
+        (
+            {"controller": {"replicas": 3, "podDisruptionBudget": {"minAvailable": "67%"}}},
+            "controller.podDisruptionBudget.minAvailable: Invalid value: 67%: must be less than",
+        ),
         (
             {"controller": {"leaderElection": {"renewDeadlineSeconds": 9}}},
             "renewDeadlineSeconds: Invalid value: 9: must be less than leaseSeconds - 1",
@@ -335,6 +393,25 @@ def test_a_service_monitor_selects_the_metrics_service_and_no_other() -> None:
         (
             {"controller": {"serviceAccount": {"name": "kvtier-webhook"}}},
             'webhook.serviceAccount.name: Duplicate value: "kvtier-webhook"',
+        ),
+        (
+            {
+                "controller": {"serviceAccount": {"create": False, "name": "mine"}},
+                "webhook": {"serviceAccount": {"create": False, "name": "mine"}},
+            },
+            'webhook.serviceAccount.name: Duplicate value: "mine"',
+        ),
+        (
+            {"webhook": {"certificates": {"mode": "CertManager", "renewBeforeSeconds": 299}}},
+            "renewBeforeSeconds: Invalid value: must be at least 300 with mode CertManager",
+        ),
+        (
+            {
+                "webhook": {
+                    "certificates": {"mode": "CertManager", "secretName": "kvtier-webhook-ca"}
+                }
+            },
+            'secretName: Invalid value: "kvtier-webhook-ca": is the Secret of the CA',
         ),
         (
             {"webhook": {"certificates": {"renewBeforeSeconds": 7776000}}},
@@ -365,6 +442,14 @@ def test_a_service_monitor_selects_the_metrics_service_and_no_other() -> None:
         (
             {"controller": {"extraVolumeMounts": [{"name": "a", "mountPath": "/a"}]}},
             'controller.extraVolumeMounts: Not found: "a": must be a volume of extraVolumes',
+        ),
+        (
+            {"controller": {"extraVolumeMounts": [{"name": "certificates", "mountPath": "/a"}]}},
+            'controller.extraVolumeMounts: Not found: "certificates"',
+        ),
+        (
+            {"webhook": {"extraVolumeMounts": [{"name": "tmp", "mountPath": "/tmp"}]}},
+            'webhook.extraVolumeMounts: Duplicate value: "/tmp"',
         ),
         (
             {"webhook": {"extraVolumes": [{"name": "a"}, {"name": "a"}]}},
@@ -412,6 +497,9 @@ def test_all_contradictions_are_reported_at_once() -> None:
         {"webhook": {"certificates": {"issuerRef": {"kind": "ClusterIssuer"}}}},
         {"webhook": {"failurePolicy": "Fail"}},
         {"monitoring": {"podMonitor": {"interval": "soon"}}},
+        {"images": {"registry": "https://mirror.example"}},
+        {"images": {"registry": "mirror.example/kv:5000"}},
+        {"monitoring": {"runbooksUrl": 'https://runbooks.example/"x'}},
     ],
 )
 def test_values_that_would_break_the_operator_are_rejected(values: dict[str, Any]) -> None:
