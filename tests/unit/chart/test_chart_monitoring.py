@@ -33,6 +33,25 @@ def test_alerts_and_dashboards_are_rendered_on_request_with_links_to_runbooks() 
         assert monitor["podMetricsEndpoints"][0]["port"] in ports
 
 
+@pytest.mark.parametrize("seconds, late", [(2592000, 1209600), (3600, 1800)])
+def test_a_certificate_is_late_when_half_of_the_time_for_its_renewal_is_over(
+    seconds: int, late: int
+) -> None:
+    """With a fixed time, the alert would always fire for certificates that live for less."""
+    values = {
+        "webhook": {"certificates": {"renewBeforeSeconds": seconds}},
+        "monitoring": {"prometheusRule": {"enabled": True}},
+    }
+    groups = one(render(values), "PrometheusRule")["spec"]["groups"]
+    (expr,) = (
+        rule["expr"]
+        for group in groups
+        for rule in group["rules"]
+        if rule["alert"] == "KVTierCertificateExpires"
+    )
+    assert expr.endswith(f" - time() < {late}")
+
+
 def test_each_dashboard_is_a_config_map_that_a_sidecar_of_grafana_finds() -> None:
     url = "https://runbooks.example/kvtier"
     shown = {"enabled": True, "annotations": {"grafana_folder": "KVTier"}}

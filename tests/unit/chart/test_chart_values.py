@@ -208,7 +208,7 @@ def test_pods_get_variables_volumes_spread_and_a_log_level(component: str) -> No
             component: {
                 "logLevel": "debug",
                 "annotations": {"reloader": "on"},
-                "extraEnv": [{"name": "HTTPS_PROXY", "value": "http://proxy:3128"}],
+                "extraEnv": [{"name": "KUBERNETES_SERVICE_HOST", "value": "api"}],
                 "extraVolumes": [{"name": "ca", "configMap": {"name": "ca"}}],
                 "extraVolumeMounts": [{"name": "ca", "mountPath": "/etc/ssl/extra"}],
                 "topologySpreadConstraints": [
@@ -229,7 +229,7 @@ def test_pods_get_variables_volumes_spread_and_a_log_level(component: str) -> No
     container = spec["containers"][0]
     assert container["args"][-2:] == ["--log-level", "debug"]
     names = [each["name"] for each in container["env"]]
-    assert names == ["POD_NAME", "POD_NAMESPACE", "HTTPS_PROXY"]
+    assert names == ["POD_NAME", "POD_NAMESPACE", "KUBERNETES_SERVICE_HOST"]
     assert container["volumeMounts"][-1] == {"name": "ca", "mountPath": "/etc/ssl/extra"}
     assert spec["volumes"][-1] == {"name": "ca", "configMap": {"name": "ca"}}
     first, second = spec["topologySpreadConstraints"]
@@ -507,13 +507,32 @@ def test_values_that_would_break_the_operator_are_rejected(values: dict[str, Any
         render(values)
 
 
-def test_the_notes_say_what_host_network_needs() -> None:
-    def notes(values: dict[str, Any]) -> str:
-        with helm.Chart.load(CHART) as chart:
-            texts = chart.render(values, name="kvtier", namespace=NAMESPACE)
-        (text,) = (text for name, text in texts.items() if name.endswith("NOTES.txt"))
-        return " ".join(str(text).split())
+def notes(values: dict[str, Any]) -> str:
+    """What Helm prints after an installation."""
+    with helm.Chart.load(CHART) as chart:
+        texts = chart.render(values, name="kvtier", namespace=NAMESPACE)
+    (text,) = (text for name, text in texts.items() if name.endswith("NOTES.txt"))
+    return " ".join(str(text).split())
 
+
+def test_the_notes_name_the_labels_that_enable_injection() -> None:
+    def selected(**selector: Any) -> str:
+        return notes({"webhook": {"namespaceSelector": selector}})
+
+    expressions = "must also match webhook.namespaceSelector.matchExpressions"
+    assert "label namespace NAME kvtier.io/inject=enabled 2." in notes({})
+    found = selected(matchLabels={"kvtier.io/inject": None, "tier": "gpu"})
+    assert "label namespace NAME tier=gpu 2." in found
+    some = [{"key": "gpu", "operator": "Exists"}]
+    assert expressions in selected(matchExpressions=some)
+    found = selected(matchLabels={"kvtier.io/inject": None}, matchExpressions=some)
+    assert "label namespace" not in found
+    assert expressions in found
+    found = selected(matchLabels={"kvtier.io/inject": None})
+    assert "called for every namespace but kube-system and kvtier-system" in found
+
+
+def test_the_notes_say_what_host_network_needs() -> None:
     assert "network of its nodes" not in notes({})
     found = notes({"webhook": {"hostNetwork": True, "replicas": 3, "port": 8443}})
     assert "each of its 3 replicas needs a node of its own" in found
