@@ -33,7 +33,7 @@ def test_alerts_and_dashboards_are_rendered_on_request_with_links_to_runbooks() 
         assert monitor["podMetricsEndpoints"][0]["port"] in ports
 
 
-@pytest.mark.parametrize("seconds, late", [(2592000, 1209600), (3600, 1800)])
+@pytest.mark.parametrize(("seconds", "late"), [(2592000, 1209600), (3600, 1800)])
 def test_a_certificate_is_late_when_half_of_the_time_for_its_renewal_is_over(
     seconds: int, late: int
 ) -> None:
