@@ -40,6 +40,7 @@ from prometheus_client import (
 )
 
 from kvtier import __version__
+from kvtier.listening import listen
 from kvtier_operator.kube.resources import Kind
 from kvtier_operator.settings import MonitoringSettings
 
@@ -275,8 +276,7 @@ async def serve(
     runner = web.AppRunner(application, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:
-        site = web.TCPSite(runner, settings.host, settings.port)
-        await site.start()
+        await web.SockSite(runner, listen(settings.host, settings.port)).start()
         port = int(runner.addresses[0][1])
         logger.info("serving health and metrics", extra={"port": port})
         yield port

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic.alias_generators import to_camel
 
 from kvtier.errors import ConfigurationError
+from kvtier.listening import EVERY_ADDRESS
 from kvtier_operator.api.allowlist import AllowedVolume, PolicyBounds
 from kvtier_operator.api.names import INJECT_LABEL
 from kvtier_operator.api.selector import LabelSelector
@@ -94,7 +95,8 @@ class Certificates(Section):
 class Webhook(Section):
     """The admission server. ``port`` 0: any free port."""
 
-    host: str = "0.0.0.0"  # noqa: S104  (the API server is on another host)
+    host: str = EVERY_ADDRESS
+    """The API server is on another host."""
     port: Annotated[int, Field(ge=0, le=65_535)] = 9443
     drain_seconds: Annotated[float, Field(ge=0, le=60)] = 5
     """How long the server serves after SIGTERM, until every API server uses another replica."""
@@ -148,7 +150,8 @@ class ControllerSettings(Section):
 class MonitoringSettings(Section):
     """The HTTP server of the operator: /metrics, /healthz, /readyz."""
 
-    host: str = "0.0.0.0"  # noqa: S104  (kubelet and Prometheus use other addresses)
+    host: str = EVERY_ADDRESS
+    """The kubelet and Prometheus use other addresses than the loopback interface's."""
     port: Annotated[int, Field(ge=0, le=65_535)] = 9402
 
 

@@ -27,6 +27,7 @@ from typing import Protocol
 from kvtier.config.host_ports import HOST_POD_VARIABLE, host_ports
 from kvtier.config.loader import read_bounded
 from kvtier.config.models import HttpEndpoint
+from kvtier.listening import listen
 
 MAX_CLIENTS = 8
 MAX_REQUEST_BYTES = 8_192
@@ -108,8 +109,7 @@ class HttpServer:
     ) -> None:
         self._routes = routes
         self._authorizer = authorizer
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, port), family=family, backlog=MAX_CLIENTS)
+        self._listener = listen(host, port, MAX_CLIENTS)
         self._listener.settimeout(_ACCEPT_SECONDS)
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
         self.rejected = 0

@@ -35,6 +35,7 @@ from kvtier.config.models import HttpEndpoint, Structural
 from kvtier.config.writer import document_text
 from kvtier.errors import ConfigurationError
 from kvtier.files import replace_file
+from kvtier.listening import EVERY_ADDRESS
 from kvtier.processes import (
     Liveness,
     ProcessIdentity,
@@ -123,7 +124,7 @@ class PlaceholderServer:
         # network.
         if os.environ.get(HOST_POD_VARIABLE):
             port = 0
-        self._endpoint = HttpEndpoint(host="0.0.0.0", port=port)  # noqa: S104  # for other pods
+        self._endpoint = HttpEndpoint(host=EVERY_ADDRESS, port=port)
         self._token = None if token_file is None else BearerToken(token_file)
         self._server: HttpServer | None = None
         self._snapshot = Snapshot()

@@ -38,6 +38,7 @@ from kvtier.config.models import (
 from kvtier.config.writer import document_text
 from kvtier.errors import ConfigurationError
 from kvtier.hashing import sha256_hex
+from kvtier.listening import EVERY_ADDRESS
 from kvtier_operator.api.base import Change
 from kvtier_operator.api.fields import fields_of
 from kvtier_operator.api.file_tier import Sync
@@ -60,7 +61,8 @@ MAX_STRUCTURAL_BYTES = 16 << 10
 """Maximum size of the structural document as an annotation of a pod. The ConfigMap has the same
 limit, so that a policy can change its mode."""
 LOOPBACK = HttpEndpoint()
-POD_HTTP = HttpEndpoint(host="0.0.0.0")  # noqa: S104  (the operator and Prometheus are other pods)
+POD_HTTP = HttpEndpoint(host=EVERY_ADDRESS)
+"""The operator and Prometheus are other pods."""
 
 
 @dataclass(frozen=True, slots=True)

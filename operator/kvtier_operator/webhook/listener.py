@@ -23,6 +23,7 @@ from typing import Any
 
 from aiohttp import web
 
+from kvtier.listening import listen
 from kvtier_operator.certs.serve import ServingCertificate
 from kvtier_operator.settings import Settings
 from kvtier_operator.webhook import mutate, review, validate
@@ -119,9 +120,8 @@ class AdmissionServer:
         self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=CLOSE_SECONDS)
         await self._runner.setup()
         webhook = self._settings.webhook
-        await web.TCPSite(
-            self._runner, webhook.host, webhook.port, ssl_context=self._serving.context
-        ).start()
+        listener = listen(webhook.host, webhook.port)
+        await web.SockSite(self._runner, listener, ssl_context=self._serving.context).start()
         port: int = self._runner.addresses[0][1]
         return port
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import aiohttp
 import pytest
+from tests.support.ports import loopbacks
 from tests.support.processes import ended_while_importing
 
 from kvtier import __version__
@@ -100,6 +101,21 @@ def test_the_context_of_a_log_line_does_not_leak_into_other_tasks(stream: io.Str
         "policy=a",
         "policy=b",
     ]
+
+
+def test_probes_and_scrapes_arrive_by_ipv4_and_by_ipv6() -> None:
+    """By default, as in a pod. Those of a cluster with IPv6 only have no other address."""
+
+    async def scenario() -> None:
+        settings = MonitoringSettings(port=0)
+        serving = runtime.serve(settings, new_registry(), runtime.Health())
+        async with serving as port, aiohttp.ClientSession() as session:
+            for host in loopbacks():
+                at = f"[{host}]" if ":" in host else host
+                async with session.get(f"http://{at}:{port}/healthz") as answer:
+                    assert answer.status == 200
+
+    asyncio.run(scenario())
 
 
 def test_health_and_metrics_are_served_and_say_what_is_wrong() -> None:

@@ -24,6 +24,7 @@ MODULES = {
     "hashing",
     "key_table",
     "keys",
+    "listening",
     "lookup",
     "namespace",
     "planner",

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from tests.support.ports import loopbacks
 
 from kvtier.harness.engine_process import http_request
 from kvtier.harness.tierd_testbed import wait_for
+from kvtier.listening import EVERY_ADDRESS, listen
 from kvtier.tierd import http as module
 from kvtier.tierd.http import MAX_CLIENTS, MAX_REQUEST_BYTES, HttpServer, text_response
 from kvtier.tierd.status import (
@@ -97,6 +101,31 @@ def test_a_silent_client_is_disconnected_after_a_timeout(
 def test_an_address_in_use_is_an_os_error(server: HttpServer) -> None:
     with pytest.raises(OSError, match=r"in use"):
         HttpServer("127.0.0.1", server.address[1], {})
+
+
+def test_every_address_is_those_of_ipv4_and_of_ipv6() -> None:
+    """Pods of a cluster with IPv6 only have no other."""
+    server = HttpServer(EVERY_ADDRESS, 0, {"/healthz": lambda: text_response(200, "ok")})
+    try:
+        for host in loopbacks():
+            assert http_request(server.address[1], "GET", "/healthz", 60, host)[0] == 200
+    finally:
+        server.close()
+
+
+def test_without_ipv6_every_address_is_those_of_ipv4(monkeypatch: pytest.MonkeyPatch) -> None:
+    create = socket.create_server
+
+    def without_ipv6(address: Any, **options: Any) -> socket.socket:
+        if options.get("family") == socket.AF_INET6:
+            raise OSError(errno.EADDRNOTAVAIL, "no such address")
+        return create(address, **options)
+
+    monkeypatch.setattr(socket, "create_server", without_ipv6)
+    with listen(EVERY_ADDRESS, 0) as listener:
+        assert listener.family == socket.AF_INET
+    with pytest.raises(OSError, match="no such address"):
+        listen("::1", 0)
 
 
 def test_closing_ends_the_thread(server: HttpServer) -> None:

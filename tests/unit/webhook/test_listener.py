@@ -17,6 +17,7 @@ from typing import Any
 import aiohttp
 import pytest
 from prometheus_client import CollectorRegistry
+from tests.support.ports import loopbacks
 from tests.unit.webhook.fixtures import Fixture, admission_review, body, pod, policy_document
 
 from kvtier_operator.certs import certificates
@@ -330,6 +331,24 @@ def test_a_policy_is_denied_or_allowed() -> None:
                 webhook.counted("Denied", "/validate"),
                 webhook.counted("Allowed", "/validate"),
             ) == (1, 1)
+
+    asyncio.run(go())
+
+
+def test_the_webhook_is_reached_by_ipv4_and_by_ipv6() -> None:
+    """By default, as in a pod. Those of a cluster with IPv6 only have no other address."""
+
+    async def go() -> None:
+        every = Fixture(webhook={"port": 0, "drainSeconds": 0})
+        every.policy()
+        async with running(every) as webhook:
+            port = int(webhook.address.rsplit(":", 1)[1])
+            tls = ssl.create_default_context(cadata=ISSUED.authority.decode())
+            for host in loopbacks():
+                _, writer = await asyncio.open_connection(
+                    host, port, ssl=tls, server_hostname="127.0.0.1"
+                )
+                writer.close()
 
     asyncio.run(go())
 
