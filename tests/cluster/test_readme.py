@@ -4,14 +4,18 @@ installation.
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -163,6 +167,64 @@ def test_the_commands_without_a_cluster_work_as_written(
     assert {"KVTIER_TOPOLOGY", "PYTHONHASHSEED"} <= {
         name.removeprefix("export ") for name in variables
     }
+
+
+def test_the_commands_for_the_local_cluster_name_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files, objects and options of the section. A test of the whole loop does the same steps with
+    code of its own.
+    """
+    import local_cluster
+
+    home = tmp_path / "build" / "cluster"
+    home.mkdir(parents=True)
+    monkeypatch.setattr(local_cluster, "HOME", home)
+    # The directory of the file tier belongs to a group that only root can set.
+    monkeypatch.setattr(local_cluster.operators, "storage", lambda *_: [])
+    (tmp_path / "kubeconfig").touch()
+    local_cluster._write(SimpleNamespace(kubeconfig=tmp_path / "kubeconfig", assets=tmp_path))
+    policy, engine = (
+        yaml.safe_load((home / f"{n}.yaml").read_text()) for n in ("policy", "engine")
+    )
+    objects = {f"kvtp/{policy['metadata']['name']}", f"deployment/{engine['metadata']['name']}"}
+    label = ",".join(f"{k}={v}" for k, v in policy["spec"]["podSelector"]["matchLabels"].items())
+    assert engine["spec"]["template"]["metadata"]["labels"].items() >= {tuple(label.split("="))}
+
+    programs = set()
+    for block in blocks("README.md", "Try it on a cluster of this machine"):
+        for program, *arguments in commands(block):
+            programs.add(program.rpartition("/")[2])
+            options = dict(pairwise(arguments))
+            for file in (options[each] for each in ("-f", "--values") if each in options):
+                assert (home / file).is_file(), file
+            assert options.get("-n", local_cluster.NAMESPACE) == local_cluster.NAMESPACE
+            named = {each for each in arguments if re.match("(kvtp|deployment)/", each)}
+            assert named <= objects
+            match program:
+                case "helm":
+                    _helm_parser().parse_args(arguments)
+                    assert (home / arguments[2]).is_file(), arguments[2]
+                case "cd":
+                    assert (tmp_path / arguments[0]) == home
+                case "../../.venv/bin/python":
+                    script, command = arguments
+                    assert (REPOSITORY / "build" / "cluster" / script).resolve().is_file()
+                    assert command in local_cluster.COMMANDS
+    assert programs == {"cd", "export", "helm", "kubectl", "python"}
+    text = " ".join((REPOSITORY / "README.md").read_text().split())
+    assert f"`kubectl delete pod -n {local_cluster.NAMESPACE} -l {label}`" in text
+
+
+def _helm_parser() -> argparse.ArgumentParser:
+    """Of tools/helm, which is ``helm`` on that cluster."""
+    loader = SourceFileLoader("kvtier_tools_helm", str(REPOSITORY / "tools" / "helm"))
+    spec = spec_from_loader(loader.name, loader)
+    assert spec is not None
+    module = module_from_spec(spec)
+    loader.exec_module(module)
+    found: argparse.ArgumentParser = module.parser()
+    return found
 
 
 def test_the_policy_of_the_readme_needs_no_administrator() -> None:

@@ -195,7 +195,7 @@ def test_a_port_in_use_ends_the_process_with_the_reason() -> None:
             settings = Settings.model_validate(
                 {"webhook": options, "monitoring": {"host": "127.0.0.1", "port": 0}}
             )
-            with pytest.raises(OSError, match="[Aa]ddress already in use"):
+            with pytest.raises(OSError, match=r"[Aa]ddress already in use"):
                 await serve(
                     settings,
                     cluster(),
