@@ -229,6 +229,17 @@ spec:
 {{- end }}
 {{- end }}
 
+{{/* Milliseconds of a duration such as 1m30s. */}}
+{{- define "kvtier.milliseconds" -}}
+{{- $units := dict "ms" 1 "s" 1000 "m" 60000 "h" 3600000 }}
+{{- $sum := 0 }}
+{{- range regexFindAll "[0-9]+(ms|s|m|h)" . -1 }}
+{{- $number := regexFind "[0-9]+" . }}
+{{- $sum = add $sum (mul (int64 $number) (get $units (trimPrefix $number .))) }}
+{{- end }}
+{{- $sum }}
+{{- end }}
+
 {{/* The settings of an endpoint of a PodMonitor or ServiceMonitor. */}}
 {{- define "kvtier.scrape" -}}
 {{- with .interval }}

@@ -349,6 +349,8 @@ def test_a_service_monitor_selects_the_metrics_service_and_no_other() -> None:
     assert "scrapeTimeout" not in endpoint
     for component in COMPONENTS:
         assert service["selector"].items() <= pod(objects, component)["metadata"]["labels"].items()
+    slow = {"enabled": True, "interval": "1h", "scrapeTimeout": "59m60s"}
+    assert one(render({"monitoring": {"podMonitor": slow}}), "PodMonitor")
     alone = render({"monitoring": {"service": {"enabled": True}}})
     assert one(alone, "Service", "kvtier-metrics")
 
@@ -434,6 +436,10 @@ def test_a_service_monitor_selects_the_metrics_service_and_no_other() -> None:
                 }
             },
             "monitoring.serviceMonitor: Forbidden: together with podMonitor",
+        ),
+        (
+            {"monitoring": {"podMonitor": {"interval": "1m", "scrapeTimeout": "1m1ms"}}},
+            'monitoring.podMonitor.scrapeTimeout: Invalid value: "1m1ms": must be at most interval',
         ),
         (
             {"policyBounds": {"storageGids": [{"min": 5, "max": 4}]}},
