@@ -71,6 +71,16 @@ def _directory(path: str) -> str:
     return ""
 
 
+def printable(url: str) -> str:
+    """``url`` for messages, without what may be a password: users write one where none belongs."""
+    if "@" in url:
+        return f"{url.partition(':')[0]}://***" if "://" in url.partition("@")[0] else "***"
+    for mark in "?#":
+        before, found, _ = url.partition(mark)
+        url = f"{before}{mark}***" if found else url
+    return url
+
+
 def takes_credentials(url: str) -> bool:
     """Whether the back end of a valid ``url`` has users and passwords."""
     return urlsplit(url).scheme in CREDENTIAL_SCHEMES

@@ -80,6 +80,27 @@ def test_an_invalid_url_names_the_requirement(url: str, message: str) -> None:
     assert message in lmcache_url.requirement(url)
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://user:s3cret@cache:6379",
+        "redis://:s3cret/x@cache:6379/0",
+        "redis://cache:6379?password=s3cret",
+        "redis://cache:6379?password=a@s3cret",
+        "rediss://cache/0#s3cret",
+        "http://user:s3cret@cache",
+        "redis//user:s3cret@cache",
+        "user:s3cret@cache:6379",
+        "redis://user:s3cret@cache:port",
+    ],
+)
+def test_a_password_in_an_invalid_url_is_in_no_message(case: TierdTestbed, url: str) -> None:
+    write(case.topology_directory, with_tiers(case, LMCacheTierDocument(name="far", url=url)))
+    with pytest.raises(ConfigurationError, match=r"tiers\.far\.url") as found:
+        load_structural(case.topology_directory / "structural.json")
+    assert "s3cret" not in str(found.value)
+
+
 @pytest.mark.slow
 def test_lmcaches_own_parsers_take_every_valid_url() -> None:
     require_lmcache()
