@@ -29,6 +29,7 @@ def config(**changes: Any) -> SimpleNamespace:
         "kv_cache_block_size": 16,
         "num_kvcache_blocks": 100,
         "max_num_batched_tokens": 10_000,
+        "runner_qualname": "atom.model_engine.model_runner.ModelRunner",
         "parallel_config": SimpleNamespace(data_parallel_rank=3),
     }
     return SimpleNamespace(**{**values, **changes})
@@ -41,6 +42,7 @@ def config(**changes: Any) -> SimpleNamespace:
         ({"decode_context_parallel_size": 4}, "decode_context_parallel_size"),
         ({"prefill_context_parallel_size": 8}, "prefill_context_parallel_size"),
         ({"enable_rapidserve": True}, "enable_rapidserve"),
+        ({"runner_qualname": "atom.rollout.model_runner_ext.RLHFModelRunner"}, "runner_qualname"),
         ({"pool_entries": {"slot": 4}}, "state per request"),
         ({"kv_transfer_config": {"kv_role": "kv_producer"}}, "kv_role"),
         ({"kv_transfer_config": {"topology": "/nowhere"}}, "/nowhere"),
