@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tests.support.atom_schedules import Bench
-from tests.support.atom_tiers import topology
+from tests.support.atom_tiers import RankFaults, topology
 
 from kvtier.config.models import Topology
 from kvtier.config.writer import write
@@ -110,6 +110,49 @@ def test_an_unexpected_error_turns_kvtier_off_and_no_parked_sequence_is_forgotte
     bench.check(seq)
     assert "the test says so" in outer.off_reason
     assert outer.get_statistics()["errors"] >= 1
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        "build_connector_meta",
+        "has_pending_work",
+        "process_completions",
+        "request_finished",
+        "should_defer_free",
+        "should_park_partial_prefill_for_load",
+    ],
+)
+def test_after_an_unexpected_error_blocks_are_freed_once_their_copies_have_ended(hook: str) -> None:
+    outer = KVTierOffloadScheduler(config())
+    bench = Bench.make(connector=outer)
+    outer._scheduler, outer._guard.off_reason = bench.tiers.connector, ""
+    faults = bench.tiers.ranks.faults
+    prompt = list(range(41))
+    bench.add(prompt, number=900)
+    bench.run()
+    bench.forget_gpu()
+    bench.tiers.ranks.faults = RankFaults(progress=0.0)
+    sequences = [bench.add(prompt, number=1), bench.add(list(range(1_000, 1_041)), number=2)]
+    for _ in range(8):
+        bench.engine.step()
+    assert not any(seq in bench.engine.finished for seq in sequences[:1]), "its load runs"
+    assert bench.tiers.connector.get_statistics()["saves_pending"] > 0
+
+    def fail(*_: Any) -> None:
+        raise ValueError("the test says so")
+
+    setattr(bench.tiers.connector, hook, fail)
+    for _ in range(8):
+        bench.engine.step()
+    assert bench.blocks.free < bench.blocks.num_blocks, "copies run"
+    bench.tiers.ranks.faults = faults
+    bench.run()
+    bench.check(*sequences)
+    assert bench.blocks.free == bench.blocks.num_blocks
+    assert not bench.engine.scheduler.deferred_free_blocks
+    assert "the test says so" in outer.off_reason
+    assert not outer.has_pending_work()
 
 
 def test_names_and_numbers_follow_atoms_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
