@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from itertools import count
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.support.atom_schedules import Bench
+from tests.support.atom_schedules import Bench, run_schedule
 from tests.support.atom_tiers import RankFaults, topology
 
 from kvtier.config.models import Topology
@@ -153,6 +156,54 @@ def test_after_an_unexpected_error_blocks_are_freed_once_their_copies_have_ended
     assert not bench.engine.scheduler.deferred_free_blocks
     assert "the test says so" in outer.off_reason
     assert not outer.has_pending_work()
+
+
+FAILING = (
+    "adjust_prefill_chunk_after_alloc",
+    "build_connector_meta",
+    "get_num_new_matched_tokens",
+    "has_pending_work",
+    "process_completions",
+    "request_finished",
+    "should_defer_free",
+    "should_park_for_load_after_alloc",
+    "should_park_partial_prefill_for_load",
+    "update_state_after_alloc",
+)
+
+
+def test_random_schedules_in_which_a_hook_fails_keep_tokens_blocks_and_sequences() -> None:
+    ended = Counter[bool]()
+    for seed in range(120):
+        random = Random(seed)
+        outer = KVTierOffloadScheduler(config())
+
+        def fail(
+            bench: Bench,
+            hook: str = random.choice(FAILING),
+            first: int = random.randrange(1, 60),
+            again: bool = random.random() < 0.5,
+            afterwards: bool = random.random() < 0.5,
+            outer: KVTierOffloadScheduler = outer,
+        ) -> None:
+            inner = bench.tiers.connector
+            outer._scheduler, outer._guard.off_reason = inner, ""
+            bench.engine.scheduler.kv_connector = outer
+            real, calls = getattr(inner, hook), count(1)
+
+            def failing(*arguments: Any) -> Any:
+                number = next(calls)
+                if number < first or (number > first and not again):
+                    return real(*arguments)
+                if afterwards:
+                    real(*arguments)
+                raise ValueError("the test says so")
+
+            setattr(inner, hook, failing)
+
+        run_schedule(seed, fail)
+        ended[bool(outer.off_reason)] += 1
+    assert ended[True] >= 40, ended
 
 
 def test_names_and_numbers_follow_atoms_configuration(monkeypatch: pytest.MonkeyPatch) -> None:

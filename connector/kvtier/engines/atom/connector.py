@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -120,10 +121,11 @@ class _Ledger:
         """Whether a copy may still access any block."""
         return bool(self._outstanding)
 
-    def report(self, output: KVConnectorOutput) -> KVConnectorOutput:
-        """The ids that ATOM waits for, if it is broken: every load that has ended counts as failed,
-        and blocks are free once the last copy has ended."""
-        loading = {each.req_id for each in self._outstanding if isinstance(each, LoadOperationId)}
+    def report(self, output: KVConnectorOutput) -> None:
+        """Writes the ids that ATOM waits for, if it is broken: every load that has ended counts as
+        failed, and blocks are free once the last copy has ended."""
+        loads = (each for each in self._outstanding if isinstance(each, LoadOperationId))
+        loading = {each.req_id for each in loads}
         output.finished_loading = set()
         output.failed_loading = {each for each in self._unreported if each not in loading}
         for request_id in output.failed_loading:
@@ -132,7 +134,6 @@ class _Ledger:
         if not self.copying:
             self._deferred = set()
         output.connector_completions = set()
-        return output
 
 
 class KVTierOffloadScheduler:
@@ -219,6 +220,8 @@ class KVTierOffloadScheduler:
         metadata: AtomStepMetadata | None = None
         if not self.off_reason:
             metadata = self._run(None, scheduler.build_connector_meta)
+            # It may have taken saves that are sent to no worker.
+            self._ledger.broken |= metadata is None
         if metadata is None:
             # ATOM waits for the loads that were taken.
             metadata = self._run(AtomStepMetadata(), scheduler.build_load_meta)
@@ -231,14 +234,25 @@ class KVTierOffloadScheduler:
             return output
         ledger = self._ledger
         ledger.ended(output)
-        processed: KVConnectorOutput | None = None
         if not ledger.broken:
             processed = self._run(None, scheduler.process_completions, output)
-        if processed is None:
-            ledger.broken = True
-            return ledger.report(output)
-        ledger.reported(processed)
-        return processed
+            if processed is not None:
+                ledger.reported(processed)
+                return processed
+        waked = self._run(set(), scheduler.take_waked)
+        if ledger.broken:
+            # It learns what it can; what it returns may lack a sequence.
+            copied = replace(
+                output,
+                finished_loading=set(output.finished_loading),
+                failed_loading=set(output.failed_loading),
+                finished_saving=set(output.finished_saving),
+            )
+            self._run(None, scheduler.process_completions, copied)
+        ledger.broken = True
+        ledger.report(output)
+        output.finished_loading = waked - output.failed_loading
+        return output
 
     def should_defer_free(self, seq: AtomSequence) -> bool:
         scheduler, ledger = self._scheduler, self._ledger
