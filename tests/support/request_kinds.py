@@ -103,6 +103,7 @@ class KindsEngine(SequentialEngine):
             raise TimeoutError("the GPU cache could not be emptied")
         if self.attached_to_tierd:
             self.wait("not attached after a reset", self.attached)
+            self.driver.settle()
 
     def run_kinds(self, kinds: Kinds) -> dict[str, Answer]:
         """Every kind, each with an empty GPU cache."""
@@ -115,6 +116,8 @@ class KindsEngine(SequentialEngine):
         self.driver.settle()
         if self.attached_to_tierd:
             self.wait("not stored", self.stored)
+            # What was committed last is counted in a later step.
+            self.driver.settle()
         after = self.counts()
         return {
             **answer,
