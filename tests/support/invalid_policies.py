@@ -289,7 +289,7 @@ INVALID: tuple[InvalidCase, ...] = (
         {"spec.tiers.3.lmcache.url": "redis://user:password@cache:6379"},
         (
             "spec.tiers[3].lmcache.url",
-            "redis://user:password@cache:6379",
+            "redis://***",
             "must not contain a user or a password",
         ),
         "spec.tiers",

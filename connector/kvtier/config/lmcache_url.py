@@ -17,6 +17,13 @@ CREDENTIAL_SCHEMES: Final = REDIS_SCHEMES
 REDIS_OPTIONS: Final = frozenset(
     {"client_name", "protocol", "ssl_ca_certs", "ssl_cert_reqs", "ssl_check_hostname"}
 )
+_TLS_OPTION: Final = "ssl_"
+_OPTION_VALUES: Final = {
+    "protocol": ("2", "3"),
+    "ssl_cert_reqs": ("none", "optional", "required"),
+    "ssl_check_hostname": ("true", "false"),
+}
+"""What the Redis client takes of these, when it connects: it fails with others only then."""
 REMOTE_PATTERN: Final = (
     r"^(rediss?://[^/?#@:]*[^/?#@]+(/[0-9]*)?([?][^#]*)?|lm://[^/?#@]+:[0-9]+/?)$"
 )
@@ -34,6 +41,8 @@ def requirement(url: str, schemes: tuple[str, ...] = SCHEMES) -> str:
         return "must be a URL with a port between 1 and 65535"
     if parts.scheme not in schemes or not url.startswith(f"{parts.scheme}://"):
         return "must start with " + " or ".join(f"{scheme}://" for scheme in schemes)
+    if parts.scheme in REMOTE_SCHEMES and any(each.isspace() for each in url):
+        return "must not contain spaces"
     if "@" in parts.netloc:
         return "must not contain a user or a password; use credentials"
     if not parts.hostname:
@@ -57,9 +66,19 @@ def _redis(parts: SplitResult) -> str:
     database = parts.path.strip("/")
     if database and not (database.isascii() and database.isdigit()):
         return "must have the number of a database as its path, or none"
-    for option, _ in parse_qsl(parts.query, keep_blank_values=True):
+    options = parse_qsl(parts.query, keep_blank_values=True)
+    for option, value in options:
         if option not in REDIS_OPTIONS:
             return "must have no options but " + ", ".join(sorted(REDIS_OPTIONS))
+        if option.startswith(_TLS_OPTION) and parts.scheme != "rediss":
+            return f"must start with rediss:// for the option {option}"
+        values = _OPTION_VALUES.get(option)
+        if values is not None and value not in values:
+            return f"must have one of {', '.join(values)} as the option {option}"
+        if not value or not value.isprintable() or " " in value:
+            return f"must have a text without spaces as the option {option}"
+    if len(dict(options)) < len(options):
+        return "must have each option once"
     return ""
 
 
@@ -69,6 +88,16 @@ def _directory(path: str) -> str:
     if "," in path or "%" in path:
         return "must name one directory, without , and %"
     return ""
+
+
+def printable(url: str) -> str:
+    """``url`` for messages, without what may be a password: users write one where none belongs."""
+    if "@" in url:
+        return f"{url.partition(':')[0]}://***" if "://" in url.partition("@")[0] else "***"
+    for mark in "?#":
+        before, found, _ = url.partition(mark)
+        url = f"{before}{mark}***" if found else url
+    return url
 
 
 def takes_credentials(url: str) -> bool:

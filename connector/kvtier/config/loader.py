@@ -222,7 +222,9 @@ def _check_volumes(tier: FileSystemTierDocument, live: Live, name: str) -> None:
 def _check_lmcache(tier: LMCacheTierDocument, name: str) -> None:
     must = lmcache_url.requirement(tier.url)
     if must:
-        raise ConfigurationError(f"{name}: tiers.{tier.name}.url", tier.url, must)
+        raise ConfigurationError(
+            f"{name}: tiers.{tier.name}.url", lmcache_url.printable(tier.url), must
+        )
     if tier.credentials_directory is not None and not lmcache_url.takes_credentials(tier.url):
         raise ConfigurationError(
             f"{name}: tiers.{tier.name}.credentialsDirectory",

@@ -87,7 +87,8 @@ def _store_url(spec: PolicySpec) -> Iterator[Violation]:
     for index, store in _served_stores(spec):
         must = lmcache_url.requirement(store.url, lmcache_url.REMOTE_SCHEMES)
         if must:
-            yield Violation(("tiers", index, "lmcache", "url"), store.url, must)
+            shown = lmcache_url.printable(store.url)
+            yield Violation(("tiers", index, "lmcache", "url"), shown, must)
 
 
 def _store_credentials(spec: PolicySpec) -> Iterator[Violation]:

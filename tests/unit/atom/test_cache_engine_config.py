@@ -82,6 +82,29 @@ def test_an_option_of_lmcache_that_is_not_honored_is_refused(
         read({"lmcache_config": file(tmp_path, **content), "model_revision": "one"})
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"remote_url": "redis://user:s3cret@host:1"},
+        {"remote_url": "redis://host:1?password=s3cret"},
+        {"extra_config": {"redis_password": "s3cret"}},
+        {"audit_actual_remote_url": "redis://user:s3cret@host:1"},
+    ],
+)
+def test_a_password_in_a_file_that_is_refused_is_in_no_message(
+    tmp_path: Path, content: dict[str, Any]
+) -> None:
+    config = SimpleNamespace(
+        kv_transfer_config={
+            "lmcache_config": file(tmp_path, **content),
+            "model_revision": "one",
+        }
+    )
+    scheduler = KVTierCacheEngineScheduler(config)
+    assert next(iter(content)) in scheduler.off_reason
+    assert "s3cret" not in scheduler.off_reason
+
+
 @pytest.mark.parametrize("text", ["[1, 2]", "{", "\x00"])
 def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "lmcache.yaml"

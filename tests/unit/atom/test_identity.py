@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from tests.support.atom_tiers import topology
 from kvtier.engines.atom import identity
 from kvtier.engines.atom.config import planner_for
 from kvtier.engines.atom.identity_environment import initial_environment, shaping_variables
+from kvtier.engines.atom.identity_settings import shaping_settings
 
 SETTINGS: dict[str, Any] = {
     "model": "some/model",
@@ -67,6 +69,14 @@ def test_a_variable_that_may_shape_kv_changes_the_identity(name: str) -> None:
         "ATOM_NUMA_NODE",
         "AITER_LOG_LEVEL",
         "KVTIER_TOPOLOGY",
+        "AITER_JIT_DIR",
+        "ATOM_SERVICE_HOST",
+        "ATOM_SERVICE_PORT",
+        "ATOM_SERVICE_PORT_HTTP",
+        "ATOM_PORT",
+        "ATOM_PORT_8000_TCP",
+        "ATOM_PORT_8000_TCP_ADDR",
+        "ATOM_CHAT_SERVICE_HOST",
         "PATH",
     ],
 )
@@ -86,12 +96,60 @@ def test_a_variable_that_does_not_shape_kv_leaves_the_identity(name: str) -> Non
         {"hf_overrides": {"rope_theta": 2}},
         {"hf_config": SimpleNamespace(to_dict=lambda: {"hidden_size": 128})},
         {"speculative_config": SimpleNamespace(method="mtp", model="draft")},
-        {"load_dummy": True},
+        {"load_dummy": "zero"},
+        {"fake_eplb": True},
+        {"moe_backend": "mega"},
+        {"enable_low_latency": True},
+        {"a_field_of_a_later_version": {"precision": "fp4"}},
     ],
     ids=str,
 )
 def test_a_setting_that_shapes_kv_changes_the_identity(changes: dict[str, Any]) -> None:
     assert describe({}, **changes) != describe({})
+
+
+def test_kinds_of_dummy_weights_differ() -> None:
+    assert describe({}, load_dummy="zero") != describe({}, load_dummy="xavier")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_num_seqs": 7},
+        {"port": 9_999},
+        {"disagg_d2p_addr": "ipc:///tmp/1"},
+        {"eplb_config": object()},
+        {"num_kvcache_blocks": 7},
+    ],
+    ids=str,
+)
+def test_a_setting_that_does_not_shape_kv_leaves_the_identity(changes: dict[str, Any]) -> None:
+    assert describe({}, **changes) == describe({})
+
+
+@dataclass
+class Nested:
+    precision: str = "bf16"
+
+
+@dataclass
+class Fields:
+    """As ATOM's ``Config``, with some of its fields."""
+
+    max_num_seqs: int = 512
+    fake_eplb: bool = False
+    moe_backend: str = "standard"
+    index_cache_dtype: str | None = None
+    nested: Nested | None = None
+
+
+def test_of_a_dataclass_only_values_that_are_not_the_defaults_are_part() -> None:
+    reasons: list[str] = []
+    assert shaping_settings(Fields(max_num_seqs=1), reasons) == {}
+    assert shaping_settings(Fields(fake_eplb=True), reasons) == {"fake_eplb": True}
+    nested = shaping_settings(Fields(nested=Nested("fp4")), reasons)
+    assert nested == {"nested": {"precision": "fp4"}}
+    assert reasons == []
 
 
 def test_what_an_engine_sets_in_the_process_of_a_rank_leaves_the_identity() -> None:

@@ -6,6 +6,7 @@ repository.
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import pytest
 from tests.support.atom_source import SourceUnavailableError, atom_source
+
+from kvtier.engines.atom.identity_settings import NOT_SHAPING, PLACES
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 SCHEDULES = 100
@@ -66,3 +69,26 @@ def test_random_schedules_under_atoms_own_scheduler(source: Path) -> None:
         ("loads_failed", 5),
     ):
         assert seen[name] >= least, seen
+
+
+def test_the_fields_of_atoms_configuration_are_known(source: Path) -> None:
+    """Those that are part of the identity when they are set, and that every other one exists."""
+    tree = ast.parse((source / "atom" / "config.py").read_text())
+    (config,) = (
+        each for each in tree.body if isinstance(each, ast.ClassDef) and each.name == "Config"
+    )
+    fields = {
+        each.target.id
+        for each in config.body
+        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+    }
+    assert NOT_SHAPING - fields == set()
+    assert {name for name in fields - NOT_SHAPING if not name.endswith(PLACES)} == {
+        "dp_logical_size",
+        "enable_dp_attention",
+        "enable_low_latency",
+        "fake_eplb",
+        "load_dummy",
+        "moe_backend",
+        "moe_ep_flatten_tp_across_dp",
+    }

@@ -29,6 +29,8 @@ VALID = (
     "redis://cache:6379",
     "redis://cache",
     "rediss://cache:6380/2?ssl_cert_reqs=required",
+    "rediss://cache?ssl_ca_certs=/etc/ca.crt&ssl_check_hostname=false&ssl_cert_reqs=none",
+    "redis://cache:6379/0?client_name=kvtier&protocol=3",
     "redis://[::1]:6379/0",
     "lm://cache:65432",
     "fs://localhost:0/var/lib/lmcache",
@@ -43,6 +45,16 @@ INVALID = {
     "redis://cache:6379/zero": "the number of a database",
     "redis://cache:6379?socket_timeout=0": "must have no options but",
     "redis://cache:6379#x": "must not have a fragment",
+    "redis://cache:6379?ssl_cert_reqs=none": "must start with rediss:// for the option",
+    "redis://cache:6379?ssl_ca_certs=/etc/ca.crt": "must start with rediss:// for the option",
+    "rediss://cache?ssl_cert_reqs=never": "must have one of none, optional, required",
+    "rediss://cache?ssl_cert_reqs=": "must have one of none, optional, required",
+    "rediss://cache?ssl_check_hostname=maybe": "must have one of true, false",
+    "redis://cache?protocol=7": "must have one of 2, 3",
+    "redis://cache?protocol=x": "must have one of 2, 3",
+    "redis://cache?client_name=a%20b": "must have a text without spaces",
+    "redis://cache?client_name=a&client_name=b": "must have each option once",
+    "redis://the cache:6379": "must not contain spaces",
     "lm://cache": "must name a port",
     "lm://cache:1/path": "must not have a path",
     "lm://cache:1?a=b": "must not have options",
@@ -80,6 +92,27 @@ def test_an_invalid_url_names_the_requirement(url: str, message: str) -> None:
     assert message in lmcache_url.requirement(url)
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://user:s3cret@cache:6379",
+        "redis://:s3cret/x@cache:6379/0",
+        "redis://cache:6379?password=s3cret",
+        "redis://cache:6379?password=a@s3cret",
+        "rediss://cache/0#s3cret",
+        "http://user:s3cret@cache",
+        "redis//user:s3cret@cache",
+        "user:s3cret@cache:6379",
+        "redis://user:s3cret@cache:port",
+    ],
+)
+def test_a_password_in_an_invalid_url_is_in_no_message(case: TierdTestbed, url: str) -> None:
+    write(case.topology_directory, with_tiers(case, LMCacheTierDocument(name="far", url=url)))
+    with pytest.raises(ConfigurationError, match=r"tiers\.far\.url") as found:
+        load_structural(case.topology_directory / "structural.json")
+    assert "s3cret" not in str(found.value)
+
+
 @pytest.mark.slow
 def test_lmcaches_own_parsers_take_every_valid_url() -> None:
     require_lmcache()
@@ -89,11 +122,12 @@ def test_lmcaches_own_parsers_take_every_valid_url() -> None:
         "from lmcache.v1.storage_backend.connector.fs_adapter import FsConnectorAdapter\n"
         "from lmcache.v1.storage_backend.connector.lm_adapter import LMServerConnectorAdapter\n"
         "from lmcache.v1.storage_backend.connector.redis_adapter import RedisConnectorAdapter\n"
-        "from redis.asyncio.connection import parse_url\n"
+        "from redis.asyncio import ConnectionPool\n"
+        "connect = lambda url: ConnectionPool.from_url(url).make_connection()\n"
         "adapters = [FsConnectorAdapter(), LMServerConnectorAdapter(), RedisConnectorAdapter()]\n"
         "for url in sys.argv[1:]:\n"
         "    taken = [type(each).__name__ for each in adapters if each.can_parse(url)]\n"
-        "    parse = parse_url if url.startswith('redis') else parse_remote_url\n"
+        "    parse = connect if url.startswith('redis') else parse_remote_url\n"
         "    assert len(taken) == 1, (url, taken)\n"
         "    print(url, parse(url))\n"
     )

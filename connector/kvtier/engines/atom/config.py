@@ -20,6 +20,8 @@ MIN_SAVE_VARIABLE = "OFFLOAD_MIN_SAVE_TOKENS"
 """The variables of ATOM's own offload connector. Without them the policy's ``minLoadTokens``
 applies to both."""
 ROLES = ("offload", "kv_both")
+RUNNER_PACKAGE = "atom.model_engine."
+"""Of the model runners whose weights stay what they were at the start."""
 PREFILL_ALIGNMENT = 64
 """ATOM cuts prefill steps to a multiple of this, or of the block size if that is larger."""
 
@@ -58,6 +60,13 @@ def check_served(config: Any) -> None:
             raise UnsupportedGeometryError(f"{name}: Invalid value: {size}: must be 1")
     if getattr(config, "enable_rapidserve", False):
         raise UnsupportedGeometryError("enable_rapidserve: Invalid value: True: must be False")
+    runner = str(getattr(config, "runner_qualname", "") or "")
+    if runner and not runner.startswith(RUNNER_PACKAGE):
+        # That of reinforcement learning replaces the weights and releases the KV cache, and tells
+        # no connector.
+        raise UnsupportedGeometryError(
+            f"runner_qualname: Invalid value: {runner}: must be in {RUNNER_PACKAGE}*"
+        )
     if getattr(config, "pool_entries", None):
         raise UnsupportedGeometryError("the model has state per request, which is not supported")
 

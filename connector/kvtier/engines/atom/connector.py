@@ -9,7 +9,9 @@ serves without tiers.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -24,7 +26,7 @@ from kvtier.engines.atom.metadata import AtomLoad, AtomSave, AtomStepMetadata
 from kvtier.engines.atom.rank import RankIdentity
 from kvtier.engines.atom.scheduler import AtomScheduler
 from kvtier.engines.atom.sequence_state import AtomSequence
-from kvtier.engines.atom.types import KVConnectorOutput
+from kvtier.engines.atom.types import KVConnectorOutput, LoadOperationId
 from kvtier.engines.atom.worker import AtomWorker, tensor_rank
 from kvtier.engines.common.tierd_session import TierdSession
 from kvtier.errors import ConfigurationError, KVTierError
@@ -71,6 +73,69 @@ class _Guard:
         return None
 
 
+class _Ledger:
+    """What ATOM waits for, apart from the scheduler side, in case that one fails.
+
+    ``broken``: the scheduler side no longer knows what has ended, and only this does.
+    """
+
+    def __init__(self) -> None:
+        self.broken = False
+        self._outstanding: set[object] = set()
+        """Operations that the workers were given, and that not every rank has reported."""
+        self._unreported: Counter[object] = Counter()
+        """Ids of sequences whose loads ATOM was not told the end of."""
+        self._deferred: set[Any] = set()
+        """Ids of sequences whose blocks ATOM was told to keep."""
+
+    def sent(self, metadata: AtomStepMetadata) -> None:
+        for job in metadata.requests:
+            if isinstance(job, AtomLoad | AtomSave):
+                self._outstanding.add(job.operation)
+            if isinstance(job, AtomLoad):
+                self._unreported[job.operation.req_id] += 1
+
+    def ended(self, output: KVConnectorOutput) -> None:
+        """Takes what every rank has reported."""
+        for operations in (output.finished_loading, output.failed_loading, output.finished_saving):
+            self._outstanding.difference_update(operations)
+
+    def reported(self, output: KVConnectorOutput) -> None:
+        """Takes what ATOM was told."""
+        for request_id in (*output.finished_loading, *output.failed_loading):
+            self._unreported[request_id] -= 1
+            if self._unreported[request_id] <= 0:
+                del self._unreported[request_id]
+
+    def deferred(self, seq: AtomSequence, kept: bool) -> bool:
+        (self._deferred.add if kept else self._deferred.discard)(seq.id)
+        return kept
+
+    @property
+    def pending(self) -> bool:
+        """Whether a copy may still run, or ATOM must be told of something."""
+        return bool(self._outstanding or self._unreported or self._deferred)
+
+    @property
+    def copying(self) -> bool:
+        """Whether a copy may still access any block."""
+        return bool(self._outstanding)
+
+    def report(self, output: KVConnectorOutput) -> None:
+        """Writes the ids that ATOM waits for, if it is broken: every load that has ended counts as
+        failed, and blocks are free once the last copy has ended."""
+        loads = (each for each in self._outstanding if isinstance(each, LoadOperationId))
+        loading = {each.req_id for each in loads}
+        output.finished_loading = set()
+        output.failed_loading = {each for each in self._unreported if each not in loading}
+        for request_id in output.failed_loading:
+            del self._unreported[request_id]
+        output.finished_saving = set() if self.copying else self._deferred
+        if not self.copying:
+            self._deferred = set()
+        output.connector_completions = set()
+
+
 class KVTierOffloadScheduler:
     """The scheduler side that ATOM's factory creates in the process of the engine core."""
 
@@ -80,6 +145,7 @@ class KVTierOffloadScheduler:
     def __init__(self, config: Any) -> None:
         """``config``: ATOM's. Never raises."""
         self._guard = _Guard()
+        self._ledger = _Ledger()
         self._supervisor: Supervisor | None = None
         self._scheduler = self._guard.start(lambda: self._build(config))
 
@@ -154,22 +220,52 @@ class KVTierOffloadScheduler:
         metadata: AtomStepMetadata | None = None
         if not self.off_reason:
             metadata = self._run(None, scheduler.build_connector_meta)
+            # It may have taken saves that are sent to no worker.
+            self._ledger.broken |= metadata is None
         if metadata is None:
             # ATOM waits for the loads that were taken.
             metadata = self._run(AtomStepMetadata(), scheduler.build_load_meta)
+        self._ledger.sent(metadata)
         return metadata
 
     def process_completions(self, output: KVConnectorOutput) -> KVConnectorOutput:
         scheduler = self._scheduler
         if scheduler is None:
             return output
-        processed = self._run(None, scheduler.process_completions, output)
-        return _plain(output) if processed is None else processed
+        ledger = self._ledger
+        ledger.ended(output)
+        if not ledger.broken:
+            processed = self._run(None, scheduler.process_completions, output)
+            if processed is not None:
+                ledger.reported(processed)
+                return processed
+        waked = self._run(set(), scheduler.take_waked)
+        if ledger.broken:
+            # It learns what it can; what it returns may lack a sequence.
+            copied = replace(
+                output,
+                finished_loading=set(output.finished_loading),
+                failed_loading=set(output.failed_loading),
+                finished_saving=set(output.finished_saving),
+            )
+            self._run(None, scheduler.process_completions, copied)
+        ledger.broken = True
+        ledger.report(output)
+        output.finished_loading = waked - output.failed_loading
+        return output
 
     def should_defer_free(self, seq: AtomSequence) -> bool:
-        scheduler = self._scheduler
-        # If it cannot be told, the blocks are kept: a copy may still write them.
-        return scheduler is not None and self._run(True, scheduler.should_defer_free, seq)
+        scheduler, ledger = self._scheduler, self._ledger
+        if scheduler is None:
+            return False
+        kept: bool | None = None
+        if not ledger.broken:
+            kept = self._run(None, scheduler.should_defer_free, seq)
+        if kept is None:
+            # Whose copies still run is not known, so blocks are kept until none does.
+            ledger.broken = True
+            kept = ledger.copying
+        return ledger.deferred(seq, kept)
 
     def request_finished(self, seq: AtomSequence) -> None:
         if self._scheduler is not None:
@@ -177,7 +273,11 @@ class KVTierOffloadScheduler:
 
     def has_pending_work(self) -> bool:
         scheduler = self._scheduler
-        return scheduler is not None and self._run(False, scheduler.has_pending_work)
+        if scheduler is None:
+            return False
+        if self._ledger.broken:
+            return self._ledger.pending
+        return self._run(self._ledger.pending, scheduler.has_pending_work)
 
     def get_statistics(self) -> dict[str, int]:
         scheduler = self._scheduler
@@ -191,16 +291,6 @@ class KVTierOffloadScheduler:
         supervisor, self._supervisor = self._supervisor, None
         if supervisor is not None:
             self._guard.run("shutdown", None, supervisor.stop, SUPERVISOR_SECONDS)
-
-
-def _plain(output: KVConnectorOutput) -> KVConnectorOutput:
-    """The ids that ATOM waits for, after an unexpected error: every load counts as failed."""
-    ended = [*output.finished_loading, *output.failed_loading]
-    output.failed_loading = {getattr(each, "req_id", each) for each in ended}
-    output.finished_loading = set()
-    output.finished_saving = set()
-    output.connector_completions = set()
-    return output
 
 
 class KVTierOffloadConnector:

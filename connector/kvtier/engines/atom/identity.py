@@ -15,6 +15,7 @@ from typing import Any
 
 from kvtier.config.models import Structural
 from kvtier.engines.atom.identity_environment import initial_environment, shaping_variables
+from kvtier.engines.atom.identity_settings import shaping_settings
 from kvtier.engines.atom.token_keys import SEED
 from kvtier.engines.common.model_identity import (
     EngineIdentity,
@@ -89,7 +90,6 @@ def describe(
         "model": {
             **model_source(model, revision, reasons),
             "name": Path(str(config.model)).name,
-            "weights": "dummy" if getattr(config, "load_dummy", None) else "",
         },
         "configuration": plain_configuration(shape, "configuration", reasons),
         "max_model_len": config.max_model_len if rope_depends_on_length(text) else None,
@@ -109,6 +109,7 @@ def describe(
             "tensor": int(config.tensor_parallel_size),
             "expert": bool(getattr(config, "enable_expert_parallel", False)),
         },
+        "settings": shaping_settings(config, reasons),
         "environment": shaping_variables(initial_environment()),
         "key_chain": {"algorithm": "blake3 over token ids", "seed": SEED.hex()},
         "salt": structural.isolation.salt,

@@ -10,6 +10,7 @@ version, which is part of the identity.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -41,7 +42,10 @@ OTHER_PREFIXES = (
 )
 OTHER_NAMES = frozenset(
     {
+        "AITER_JIT_DIR",
         "AITER_LOG_LEVEL",
+        "AITER_LOG_MORE",
+        "AITER_REBUILD",
         "ATOM_AUTO_NUMA_BIND",
         "ATOM_DISABLE_MMAP",
         "ATOM_ENABLE_DETAILED_ANNOTATION",
@@ -59,6 +63,11 @@ OTHER_NAMES = frozenset(
 )
 """Variables that shape no KV: processes, reports, the schedule, how files of weights are read. The
 processes of one engine may have different values of them."""
+_SERVICE_LINK = re.compile(
+    r"_SERVICE_HOST$|_SERVICE_PORT(_\w+)?$|_PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?$"
+)
+"""Kubernetes sets such variables for each Service of the namespace, by the name of the Service, for
+example ``ATOM_SERVICE_HOST``. Another pod, or the same one at another time, has others."""
 _INITIAL = Path("/proc/self/environ")
 
 
@@ -66,7 +75,7 @@ def shapes_kv(name: str) -> bool:
     """Whether the variable is part of the identity."""
     if name in SHAPING_NAMES:
         return True
-    if name in OTHER_NAMES or name.startswith(OTHER_PREFIXES):
+    if name in OTHER_NAMES or name.startswith(OTHER_PREFIXES) or _SERVICE_LINK.search(name):
         return False
     return name.startswith(SHAPING_PREFIXES)
 

@@ -258,9 +258,15 @@ class AtomScheduler:
                 self._held.append(_EndedLoad(state.seq.id, 0, True, state))
 
     def build_load_meta(self) -> AtomStepMetadata:
-        """Returns only the jobs that ATOM waits for, once KVTier is off."""
+        """Returns only the jobs that ATOM waits for, once KVTier is off. Sequences that were parked
+        before may still cause a standstill."""
         self._off = True
         self.stores.turn_off()
+        try:
+            self._wake_holders()
+        except Exception:
+            # It may be what has turned KVTier off, and the jobs are needed in any case.
+            logger.debug("KVTier: a standstill cannot be ended", exc_info=True)
         return AtomStepMetadata(self.loads.in_flight.take_jobs())
 
     def _plan_stores(self, state: SequenceState, finished: bool) -> None:
@@ -339,6 +345,16 @@ class AtomScheduler:
                 (loaded if end.succeeded else failed).add(end.request_id)
         self._held = kept
         return loaded, failed
+
+    def take_waked(self) -> set[Any]:
+        """Returns the ids of sequences that are reported once more to end a standstill.
+
+        For a caller that can no longer use ``process_completions``.
+        """
+        held, self._held = self._held, deque()
+        return {
+            end.request_id for end in held if end.waked is not None and end.waked.status == PARKED
+        }
 
     def _save_ended(self, operation: object, done: dict[int, int]) -> None:
         if not isinstance(operation, SaveOperationId):

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from kvtier.config.lmcache_url import requirement
+from kvtier.config.lmcache_url import printable, requirement
 from kvtier.errors import ConfigurationError, KVTierError
 from kvtier.tiers.lmcache.wire import LMCACHE_VERSION
 
@@ -61,14 +61,18 @@ class LMCacheFile:
 
 def reject_unknown(field: str, options: Mapping[str, Any], known: Collection[str]) -> None:
     """Raises ``ConfigurationError`` for the first of the ``options`` of ``field`` that is not
-    known."""
+    known. Its value is not shown unless it is a number: some options of LMCache hold passwords."""
     for name in options:
         if name not in known:
             raise ConfigurationError(
                 f"{field}.{name}",
-                str(options[name]),
+                _printable_option(options[name]),
                 f"is not supported: supported are {', '.join(sorted(known))}",
             )
+
+
+def _printable_option(value: object) -> str:
+    return str(value) if value is None or isinstance(value, int | float) else "***"
 
 
 def read_file(path: Path) -> LMCacheFile:
@@ -94,5 +98,5 @@ def read_file(path: Path) -> LMCacheFile:
     url = options.get("remote_url")
     problem = "" if url is None else requirement(str(url))
     if problem:
-        raise ConfigurationError("lmcache_config.remote_url", str(url), problem)
+        raise ConfigurationError("lmcache_config.remote_url", printable(str(url)), problem)
     return LMCacheFile(path, options, chunk, url is not None)
