@@ -102,7 +102,7 @@ def test_a_variable_that_does_not_shape_kv_leaves_the_identity(name: str) -> Non
         {"enable_low_latency": True},
         {"a_field_of_a_later_version": {"precision": "fp4"}},
     ],
-    ids=str,
+    ids=lambda changes: "-".join(changes),
 )
 def test_a_setting_that_shapes_kv_changes_the_identity(changes: dict[str, Any]) -> None:
     assert describe({}, **changes) != describe({})
@@ -121,7 +121,7 @@ def test_kinds_of_dummy_weights_differ() -> None:
         {"eplb_config": object()},
         {"num_kvcache_blocks": 7},
     ],
-    ids=str,
+    ids=lambda changes: "-".join(changes),
 )
 def test_a_setting_that_does_not_shape_kv_leaves_the_identity(changes: dict[str, Any]) -> None:
     assert describe({}, **changes) == describe({})
