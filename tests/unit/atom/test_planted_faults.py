@@ -143,7 +143,7 @@ def failed_loads_are_not_reported(patch: Patch) -> None:
 
 def standstills_are_not_ended(patch: Patch) -> None:
     """A loaded sequence behind one that does not fit holds its blocks indefinitely."""
-    patch.setattr(AtomScheduler, "_wake_holders", lambda self: None)
+    patch.setattr(AtomScheduler, "wake_holders", lambda self: None)
 
 
 def loads_are_known_by_id_alone(patch: Patch) -> None:

@@ -223,7 +223,9 @@ class KVTierOffloadScheduler:
             # It may have taken saves that are sent to no worker.
             self._ledger.broken |= metadata is None
         if metadata is None:
-            # ATOM waits for the loads that were taken.
+            # Sequences that were parked before may still cause a standstill, and ATOM waits for the
+            # loads that were taken.
+            self._run(None, scheduler.wake_holders)
             metadata = self._run(AtomStepMetadata(), scheduler.build_load_meta)
         self._ledger.sent(metadata)
         return metadata

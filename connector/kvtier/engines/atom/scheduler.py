@@ -16,7 +16,6 @@ when it is preempted, so the blocks that a copy accesses are never given away.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -43,7 +42,6 @@ from kvtier.engines.common.tierd_session import SessionLost, TierdSession
 from kvtier.planner import Planner
 from kvtier.tierd.wire import Promoted
 
-logger = logging.getLogger(__name__)
 CLOSE_SECONDS = 2.0
 STANDSTILL_STEPS = 2
 """Steps in which nothing runs although a queued sequence has blocks."""
@@ -220,15 +218,16 @@ class AtomScheduler:
                 self._drop_if_done(state)
             elif state.load is None:
                 self._plan_stores(state, finished=False)
-        self._wake_holders()
+        self.wake_holders()
         self.timer.step_begins(list(self._states.values()))
         self._update_heartbeat()
         saves = self._take_saves()
         # Nothing after this line may raise: ATOM waits for a report of every load that was taken.
         return AtomStepMetadata([*self.loads.in_flight.take_jobs(), *saves])
 
-    def _wake_holders(self) -> None:
-        """Ends a standstill of ATOM's queue that only parked sequences can cause.
+    def wake_holders(self) -> None:
+        """Ends a standstill of ATOM's queue that only parked sequences can cause, also once KVTier
+        is off. Called in every step.
 
         ATOM admits in order. If the first waiting sequence does not fit, and one behind it holds
         the blocks since it was parked, nothing runs and nothing ends: ATOM moves a sequence whose
@@ -258,15 +257,9 @@ class AtomScheduler:
                 self._held.append(_EndedLoad(state.seq.id, 0, True, state))
 
     def build_load_meta(self) -> AtomStepMetadata:
-        """Returns only the jobs that ATOM waits for, once KVTier is off. Sequences that were parked
-        before may still cause a standstill."""
+        """Returns only the jobs that ATOM waits for, once KVTier is off."""
         self._off = True
         self.stores.turn_off()
-        try:
-            self._wake_holders()
-        except Exception:
-            # It may be what has turned KVTier off, and the jobs are needed in any case.
-            logger.debug("KVTier: a standstill cannot be ended", exc_info=True)
         return AtomStepMetadata(self.loads.in_flight.take_jobs())
 
     def _plan_stores(self, state: SequenceState, finished: bool) -> None:
